@@ -5,7 +5,7 @@ from typing import Any
 
 from allstep.comm import Communicator, Work
 from allstep.exchange.parameters import Signature
-from allstep.exchange.piggyback import times_of
+from allstep.exchange.piggyback import times_in
 from allstep.exchange.reducer import Bucket, Reducer, Then
 from allstep.exchange.state_sweep import StatePart
 from allstep.exchange.stragglers import Stragglers
@@ -85,7 +85,7 @@ class BucketComparison:
         result, self._result = self._result, None
         if result is not None:
             result.raise_if_bad(self._comm)
-            self._stragglers.note(times_of(result.notes), self._comm)
+            self._stragglers.note(times_in(result.notes), self._comm)
 
     def agree(
         self,

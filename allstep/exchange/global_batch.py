@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.exchange.piggyback import all_reduce_notes, times_of, total_weight
+from allstep.exchange.piggyback import all_reduce_notes, times_in, total_weight
 from allstep.exchange.stragglers import Stragglers
 from allstep.exchange.weighing import Weighing, divide_gradients
 
@@ -71,7 +71,7 @@ class BatchSum:
         if self.step is None:
             return None
         notes = all_reduce_notes(self._comm, self.weighing, self._stragglers.own_times)
-        self._stragglers.note(times_of(notes), self._comm)
+        self._stragglers.note(times_in(notes), self._comm)
         return self.divisor(total_weight(notes, self.weighing), self.weighing)
 
     def take_own_for_all(self, parameters: Iterable[nn.Parameter], num_workers: int) -> None:

@@ -26,7 +26,6 @@ point, and after one update that is not to be used. All buckets are sent in any 
 next collective would meet them.
 """
 
-import math
 import zlib
 from collections.abc import Sequence
 
@@ -37,7 +36,7 @@ from allstep.comm import Communicator
 from allstep.device import has_streams, is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.state_sweep import checksum
-from allstep.exchange.stragglers import WorkerTimes
+from allstep.exchange.stragglers import NUM_TIME_DIGITS, WorkerTimes
 from allstep.exchange.weighing import (
     NUM_WEIGHT_DIGITS,
     Weighing,
@@ -48,11 +47,9 @@ from allstep.exchange.weighing import (
 
 _NUM_DIGITS = 4
 _BASE = 128
-_NUM_SECONDS = 3  # digits of a duration: two of its mantissa, one of its exponent
-_EXPONENT = 64
 _WEIGHTS = slice(2, 2 + NUM_WEIGHT_DIGITS)
-_TIMES = slice(_WEIGHTS.stop, _WEIGHTS.stop + 3 * _NUM_SECONDS)
-_NUM_NOTE = _TIMES.stop + 2
+_TIMES = slice(_WEIGHTS.stop, _WEIGHTS.stop + NUM_TIME_DIGITS)
+_NUM_NOTE = _TIMES.stop
 
 
 def check_size(size: int) -> int:
@@ -120,11 +117,8 @@ def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes)
     """
     notes.zero_()
     if notes.numel():
-        own = [weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units)]
-        for seconds in (times.data_s, times.compute_s, times.wait_s):
-            own += _digits_of_seconds(seconds)
-        num = min(times.num_micro_batches, _BASE**2 - 1)
-        own += [num % _BASE, num // _BASE]
+        weights = [weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units)]
+        own = [*weights, *times.digits()]
         mine = torch.tensor(own, dtype=notes.dtype).to(notes.device, non_blocking=True)
         notes.view(-1, _NUM_NOTE)[rank] = mine
 
@@ -175,39 +169,9 @@ def refuse_mixed_weights(notes: Tensor) -> None:
         raise UsageError(mixed_message(*kinds.T.tolist()))
 
 
-def times_of(notes: Tensor) -> list[WorkerTimes]:
-    """Of each worker's step before; [] where nobody else's are there.
-
-    >>> told = torch.zeros(2, note_size(2))
-    >>> write_note(told[0], 0, Weighing.of_means(), WorkerTimes(0.25, 0.5, 0.0, 300))
-    >>> write_note(told[1], 1, Weighing.of_means(), WorkerTimes(0.0, 1.0, 2.0, 1))
-    >>> times_of(told.sum(0))[0]
-    WorkerTimes(data_s=0.25, compute_s=0.5, wait_s=0.0, num_micro_batches=300)
-    """
-    return [_times_in(row) for row in notes.view(-1, _NUM_NOTE).tolist()]
-
-
-def _times_in(note: list[float]) -> WorkerTimes:
-    a, b, c = (
-        _seconds_of_digits(note[start : start + _NUM_SECONDS])
-        for start in range(_TIMES.start, _TIMES.stop, _NUM_SECONDS)
-    )
-    low, high = note[_TIMES.stop :]
-    return WorkerTimes(a, b, c, int(low + _BASE * high))
-
-
-def _digits_of_seconds(seconds: float) -> list[int]:
-    """Rounded down to 14 binary digits."""
-    if not seconds > 0:
-        return [0, 0, 0]
-    mantissa, exponent = math.frexp(seconds)
-    whole = int(mantissa * 2**14)
-    return [whole % _BASE, whole // _BASE, min(max(exponent + _EXPONENT, 0), _BASE - 1)]
-
-
-def _seconds_of_digits(digits: list[float]) -> float:
-    low, high, exponent = digits
-    return math.ldexp(low + _BASE * high, int(exponent) - _EXPONENT - 14)
+def times_in(notes: Tensor) -> Tensor:
+    """Where each worker's time went, [size, NUM_TIME_DIGITS], for `times_of`."""
+    return notes.view(-1, _NUM_NOTE)[:, _TIMES]
 
 
 def reads_late(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import allstep
@@ -19,10 +19,14 @@ from tests.helpers.ranks import run_ranks
 USUAL = WorkerTimes(data_s=0.01, compute_s=0.1, wait_s=0.02, num_micro_batches=2)
 
 
+def told(times: list[WorkerTimes]) -> Tensor:
+    return torch.tensor([own.digits() for own in times])
+
+
 def said(times_of_step: Callable[[int], list[WorkerTimes]], num_steps: int = 60) -> dict[int, str]:
     """Step -> what was said after it."""
     stragglers = Stragglers()
-    words = {step: stragglers.see(times_of_step(step)) for step in range(num_steps)}
+    words = {step: stragglers.see(told(times_of_step(step))) for step in range(num_steps)}
     return {step: word for step, word in words.items() if word}
 
 
@@ -68,7 +72,7 @@ def test_who_is_slow_stays_known_after_it_was_said() -> None:
     stragglers = Stragglers()
     known = []
     for step in range(60):
-        stragglers.see([slow, USUAL, USUAL] if step < 30 else [USUAL] * 3)
+        stragglers.see(told([slow, USUAL, USUAL] if step < 30 else [USUAL] * 3))
         known.append(stragglers.words[:6])
     assert known[:9] == [""] * 9
     assert known[9:30] == ["rank 0"] * 21
@@ -164,7 +168,7 @@ def test_times_ride_behind_the_gradients(
         own = comm.activity.times_s  # the means of equal steps
         assert own == pytest.approx((0.0, 1.0 if comm.rank == 2 else 0.25, 0.0))
         assert comm.activity.straggler.startswith("rank 2 is 4.0x slower than the median: compute")
-        return list(exchange.stragglers.worker_times)
+        return exchange.stragglers.worker_times
 
     with caplog.at_level(logging.WARNING, "allstep"):
         for times in run_ranks(3, run):
