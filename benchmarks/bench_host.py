@@ -36,7 +36,7 @@ from allstep.comm.group_wire import GroupWire
 from allstep.comm.missing import RankNames
 from allstep.comm.work import CompletedWork, Work
 
-SIZES = (2, 32)  # workers
+SIZES = (2, 32, 1024)  # workers
 NUM_ELEMENTS = 4  # of a parameter
 FIRST_STEPS = 5  # buckets are made anew after the first
 STEPS = 20  # in a repeat, of which the fastest counts
@@ -215,7 +215,7 @@ def row(taken: dict[str, list[float]]) -> dict[str, Estimate]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="some ten seconds")
+    parser.add_argument("--quick", action="store_true", help="some twenty seconds")
     repeats = 7 if parser.parse_args().quick else 30
     torch.set_num_threads(1)
     rows: dict[tuple[str, int], dict[str, Estimate]] = {}

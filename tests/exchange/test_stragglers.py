@@ -1,6 +1,7 @@
 """Workers that keep the others waiting are named, and nobody else is."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -91,6 +92,23 @@ def test_a_busy_machine_is_named_ever_more_rarely() -> None:
     assert 1000 // 20 == 50  # times that another is the slowest
     pauses = [later - step for step, later in pairwise(found)]
     assert all(pause >= 20 * 2**number for number, pause in enumerate(pauses))
+
+
+def test_looking_at_many_workers_takes_as_many_calls_as_at_few() -> None:
+    """Each worker looks at all others' times: a loop over them would take longer than a step."""
+
+    def count_calls(num_workers: int) -> int:
+        times, stragglers, events = told([USUAL] * num_workers), Stragglers(), []
+        profile = sys.getprofile()
+        sys.setprofile(lambda _, event, argument: events.append(event))
+        try:
+            for _ in range(20):
+                stragglers.see(times)
+        finally:
+            sys.setprofile(profile)
+        return events.count("call") + events.count("c_call")
+
+    assert count_calls(512) == count_calls(4) > 0
 
 
 class Rows(IterableDataset[tuple[torch.Tensor]]):
