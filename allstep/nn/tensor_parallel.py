@@ -1,9 +1,11 @@
 """Layers that torch's tensor parallelism divides over an axis of a mesh."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from allstep.comm import Communicator, Mesh, Shard, ShardHook, fsdp_modules, shards_of
 from allstep.errors import UsageError
@@ -45,8 +47,9 @@ def tensor_parallel(
     Raises:
         UsageError: if the axis is not there, if a parameter is shared by several modules, if one
             doesn't divide by the axis's length, as torch may compute with uneven shards what is
-            wrong, if SequenceParallel is for another kind of dropout, or if FSDP2 has sharded the
-            model before.
+            wrong, if one of a convolution is divided, if SequenceParallel is for another kind of
+            dropout, or if FSDP2 has sharded the model before. In a forward pass, if a convolution's
+            input is divided, or if a layer's output doesn't divide that the plan shards.
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -72,9 +75,12 @@ def tensor_parallel(
     for prefix, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         for name, p in own.items():
-            _check_even(f"{prefix}.{name}".lstrip("."), p, axis, size)
+            _check_layout(f"{prefix}.{name}".lstrip("."), module, p, axis, size)
         if own:
             _LocalShards(module, own, mesh, axis).register()
+        if own and isinstance(module, _ConvNd):
+            which = f"`model.{prefix}`" if prefix else "`model`"
+            module.register_forward_pre_hook(partial(_check_convolution, which))
     return model
 
 
@@ -126,6 +132,22 @@ class _LocalShards(ShardHook):
         self._kept.clear()
 
 
+def _check_convolution(which: str, convolution: _ConvNd, inputs: tuple[Any, ...]) -> None:
+    """Refuses an input of which torch would take a worker's part for the whole."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    x = inputs[0]
+    if not isinstance(x, DTensor) or x.placements == (Replicate(),):
+        return
+    if x.placements != (Shard(0),) or x.ndim < convolution.weight.ndim:  # one sample, of channels
+        raise UsageError(
+            f"{which}, a {type(convolution).__name__}, has an input {list(x.shape)} laid out as"
+            f" {x.placements}, of which torch would take a worker's part for the whole: let `plan`"
+            " give it whole inputs (Replicate()), or sharded by samples (Shard(0)); a convolution"
+            " of images that are divided is `allstep.nn.Conv2d`."
+        )
+
+
 def _layout(tensor: "DTensor") -> dict[str, Any]:
     """What `DTensor.from_local` takes beside the local part."""
     return {
@@ -150,7 +172,7 @@ def _refuse_shared(model: nn.Module) -> None:
             )
 
 
-def _check_even(name: str, tensor: "DTensor", axis: str, size: int) -> None:
+def _check_layout(name: str, module: nn.Module, tensor: "DTensor", axis: str, size: int) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     (placement,) = tensor.placements
@@ -158,6 +180,11 @@ def _check_even(name: str, tensor: "DTensor", axis: str, size: int) -> None:
         raise UsageError(
             f"`plan` lays `{name}` out as {placement}; take a style that cuts it along one"
             " dimension, as ColwiseParallel and RowwiseParallel do."
+        )
+    if isinstance(placement, Shard) and isinstance(module, _ConvNd):
+        raise UsageError(
+            f"`plan` cuts `{name}` of a {type(module).__name__}, which torch would take for the"
+            " whole: leave convolutions whole on all workers."
         )
     if isinstance(placement, Shard) and tensor.shape[placement.dim] % size:
         raise UsageError(

@@ -3,6 +3,8 @@
 Were this to fail, torch would have learnt it, and our layer's place would have to be thought over.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -16,15 +18,26 @@ from tests.nn.grids import part, values
 X, WEIGHT = values(1, 2, 8, 8), values(2, 2, 3, 3, seed=1)
 
 
-def torchs_own(comm: Communicator) -> tuple[list[int], bool, bool]:
-    """Shape and layout of the result, and whether the input has a gradient."""
+def torchs_own(comm: Communicator, dim: int, kernel: int, **settings: int) -> dict[str, Any]:
+    """What torch makes of a convolution whose input is sharded along a dimension."""
     mesh = init_device_mesh("cpu", (comm.size,))
-    x = distribute_tensor(X, mesh, [Shard(2)]).requires_grad_()
-    weight = distribute_tensor(WEIGHT, mesh, [Replicate()])
-    y = conv2d(x, weight, padding=1)
+    x = distribute_tensor(X, mesh, [Shard(dim)]).requires_grad_()
+    weight = distribute_tensor(WEIGHT[..., :kernel, :kernel], mesh, [Replicate()]).requires_grad_()
+    y = conv2d(x, weight, **settings)
     assert isinstance(y, DTensor)
     y.sum().backward()
-    return list(y.full_tensor().shape), y.placements == (Replicate(),), x.grad is not None
+    assert isinstance(weight.grad, DTensor)
+    return {
+        "shape": list(y.full_tensor().shape),
+        "says_whole": y.placements == (Replicate(),),
+        "input_gradient": x.grad.placements if isinstance(x.grad, DTensor) else None,
+        "weight_gradient": weight.grad.full_tensor(),
+    }
+
+
+def torchs_own_of_both(comm: Communicator) -> list[dict[str, Any]]:
+    """Of windows that overlap, and of patches that lie on one worker each."""
+    return [torchs_own(comm, 2, 3, padding=1), torchs_own(comm, 3, 2, stride=2)]
 
 
 def ours(comm: Communicator) -> tuple[float, bool]:
@@ -44,8 +57,18 @@ def ours(comm: Communicator) -> tuple[float, bool]:
 @pytest.mark.process
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older ones of torch go another way")
 def test_dtensor_convolution_is_wrong_without_an_error():
-    for shape, says_whole, has_gradient in run_processes(2, torchs_own):
-        # Half of the array, called the whole of it, and the other half's gradient is lost.
-        assert shape == [1, 2, 4, 8] and says_whole and not has_gradient
+    found = run_processes(2, torchs_own_of_both)
+    for overlapping, patches in found:
+        # Half of the array, called the whole of it, and the other half's gradient is lost, or
+        # (pytorch#191926) laid out otherwise than the input.
+        assert overlapping["says_whole"] and overlapping["shape"] == [1, 2, 4, 8]
+        assert overlapping["input_gradient"] is None
+        assert patches["says_whole"] and patches["shape"] == [1, 2, 4, 2]
+        assert patches["input_gradient"] == (Replicate(),)
+    whole = WEIGHT[..., :2, :2].clone().requires_grad_()
+    conv2d(X, whole, stride=2).sum().backward()
+    parts = [patches["weight_gradient"] for _, patches in found]
+    torch.testing.assert_close(sum(parts), whole.grad)  # of which each is called the sum
+    assert (parts[0] - whole.grad).abs().max() > 0.1
     for error, has_gradient in run_processes(2, ours):
         assert error < 1e-12 and has_gradient

@@ -234,12 +234,64 @@ def test_tensor_parallel_in_an_own_loop_goes_on_on_another_mesh(tmp_path: Path) 
         torch.testing.assert_close(alone[name], value, rtol=0, atol=1e-10)
 
 
+# -- convolutions --------------------------------------------------------------------------------
+
+
+def convolved(comm: Communicator, dim: int = 0, is_one_sample: bool = False) -> dict[str, Tensor]:
+    """Gradients of a convolution whose input and output are sharded along a dimension."""
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1)).double()
+    images = torch.randn(4, 4, 8, 8, dtype=torch.float64)
+    if comm.size > 1:
+        style = SequenceParallel(sequence_dim=dim, use_local_output=True)
+        tensor_parallel(model, comm.mesh(data=1, tensor=comm.size), {"0": style})
+    parts = (images[0] if is_one_sample else images).chunk(comm.size, dim)
+    model(parts[comm.rank]).square().sum().backward()
+    return whole_gradients(model)
+
+
+def convolve(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
+    """Gradients by samples, and what is said of images, channels and a sample cut otherwise."""
+    said = []
+    for kwargs in ({"dim": 3}, {"dim": 2}, {"dim": 1}, {"is_one_sample": True}):
+        with pytest.raises(UsageError) as error:
+            convolved(comm, **kwargs)
+        said.append(str(error.value))
+    return convolved(comm), said
+
+
+@pytest.mark.process
+def test_convolution_under_tensor_parallel_by_samples_or_not_at_all() -> None:
+    expected = convolved(Communicator.single_process())
+    for found, said in run_processes(2, convolve):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+        layouts = "[4, 4, 8, 8]", "[4, 4, 8, 8]", "[4, 4, 8, 8]", "[4, 8, 8]"
+        for message, shape, dim in zip(said, layouts, (3, 2, 1, 0), strict=True):
+            expected_words = (
+                f"`model.0`, a Conv2d, has an input {shape} laid out as (Shard(dim={dim}"
+            )
+            assert message.startswith(expected_words)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
 def refused(comm: Communicator, folder: Path) -> list[str]:
     """What each wrong call says."""
-    from torch.distributed.tensor.parallel import ColwiseParallel
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+
+    class CutsAlongOutputs(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            return distribute_module(module, device_mesh, self._cut)
+
+        def _cut(self, _: str, module: nn.Module, device_mesh: Any) -> None:
+            for name, p in list(module.named_parameters()):
+                cut = distribute_tensor(p.detach(), device_mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(cut))
 
     mesh = comm.mesh(data=1, tensor=2)
     said = []
@@ -250,6 +302,7 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
         said.append(str(error.value))
 
     note(lambda: tensor_parallel(nn.Linear(4, 5), mesh, {"": ColwiseParallel()}))
+    note(lambda: tensor_parallel(nn.Conv1d(4, 4, 3), mesh, {"": CutsAlongOutputs()}))
     note(lambda: tensor_parallel(nn.Linear(4, 4), mesh, {"": ColwiseParallel()}, axis="model"))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
@@ -291,6 +344,7 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
         for words, message in zip(
             [
                 "`plan` cuts `weight` [5, 4] along dimension 0, which must be a multiple of the 2",
+                "`plan` cuts `weight` of a Conv1d, which torch would take for the whole:",
                 "`name` (='model') is no axis of the mesh",
                 "`model` has one parameter as `0.weight` and `1.weight`",
                 "`model` is divided already",
