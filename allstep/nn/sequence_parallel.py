@@ -1,4 +1,7 @@
-"""Dropout of features that torch's `SequenceParallel` shards along the sequence."""
+"""Features that torch's styles shard along the sequence: dropout, and parts of equal size."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
 from allstep.errors import UsageError
 
@@ -47,3 +51,61 @@ class _DropoutByPosition(nn.Dropout):
         return input * distribute_tensor(
             factors, input.device_mesh, input.placements, src_data_rank=None
         )
+
+
+class EvenParts(ParallelStyle):
+    """A style, and an error where it would cut tensors in parts of unequal sizes.
+
+    A layer that takes a local part takes it for 1/size of the whole: of unequal ones torch's
+    collectives send too few or too many bytes, which ends a process of Gloo. DTensors know the
+    whole's size and may have unequal parts.
+
+    Args:
+        style: any.
+        names: of the modules, for the message.
+    """
+
+    def __init__(self, style: ParallelStyle, names: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self._style = style
+        self._names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = self._names[module]
+        which = f"`model.{name}`" if name else "`model`"
+        inputs, outputs = (_Sizes(f"{which}'s {kind}", device_mesh) for kind in ("input", "output"))
+        module.register_forward_pre_hook(inputs.note, with_kwargs=True)
+        module.register_forward_hook(outputs.note, with_kwargs=True)
+        self._style.src_data_rank = self.src_data_rank
+        self._style._apply(module, device_mesh)
+        module.register_forward_pre_hook(inputs.compare, with_kwargs=True)
+        module.register_forward_hook(outputs.compare, with_kwargs=True)
+        return module
+
+
+class _Sizes:
+    """Of a module's inputs or outputs, before torch's hook lays them out, and after it."""
+
+    def __init__(self, which: str, device_mesh: DeviceMesh) -> None:
+        self._which = which
+        self._num_workers = device_mesh.size()
+        self._before: list[torch.Size] = []
+
+    def note(self, module: nn.Module, *values: Any) -> None:
+        self._before = _sizes(values)
+
+    def compare(self, module: nn.Module, *values: Any) -> None:
+        for before, after in zip(self._before, _sizes(values), strict=False):
+            for dim, (whole, part) in enumerate(zip(before, after, strict=False)):
+                if part < whole != part * self._num_workers:
+                    raise UsageError(
+                        f"{self._which} {list(before)} is cut along dimension {dim}, which must be"
+                        f" a multiple of the {self._num_workers} workers: pad it, or have `plan`"
+                        " keep DTensors by use_local_output=False."
+                    )
+
+
+def _sizes(values: tuple[Any, ...]) -> list[torch.Size]:
+    """Of the tensors in (args, kwargs), or in (args, kwargs, output) of the output alone."""
+    tensors = pytree.tree_leaves(values[2:] or values)
+    return [x.shape for x in tensors if isinstance(x, Tensor)]

@@ -48,8 +48,9 @@ def tensor_parallel(
         UsageError: if the axis is not there, if a parameter is shared by several modules, if one
             doesn't divide by the axis's length, as torch may compute with uneven shards what is
             wrong, if one of a convolution is divided, if SequenceParallel is for another kind of
-            dropout, or if FSDP2 has sharded the model before. In a forward pass, if a convolution's
-            input is divided, or if a layer's output doesn't divide that the plan shards.
+            dropout, or if FSDP2 has sharded the model before. In a forward pass, if the plan cuts
+            a layer's input or output in unequal parts, or a convolution's input otherwise than
+            by samples.
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -68,9 +69,12 @@ def tensor_parallel(
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from allstep.nn.sequence_parallel import drops_by_position
+    from allstep.nn.sequence_parallel import EvenParts, drops_by_position
 
-    styles = {name: drops_by_position(style) for name, style in plan.items()}
+    names = {module: name for name, module in model.named_modules()}
+    styles: dict[str, ParallelStyle] = {
+        name: EvenParts(drops_by_position(style), names) for name, style in plan.items()
+    }
     parallelize_module(model, mesh.device_mesh()[axis], styles)
     for prefix, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -232,6 +233,72 @@ def test_tensor_parallel_in_an_own_loop_goes_on_on_another_mesh(tmp_path: Path) 
     alone, _ = loop(Communicator.single_process(), 1, tmp_path / "copy")
     for name, value in expected.items():
         torch.testing.assert_close(alone[name], value, rtol=0, atol=1e-10)
+
+
+# -- tokens that the workers don't divide --------------------------------------------------------
+
+
+def of_five_tokens(comm: Communicator, keeps_dtensors: bool = True) -> dict[str, Tensor]:
+    """Gradients of layers between which each worker has some of five tokens."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    torch.manual_seed(0)
+    names = ("first", "second", "norm", "dropout", "third", "fourth")
+    layers = (
+        *(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6), nn.Dropout(0.5)),
+        *(nn.Linear(6, 8), nn.Linear(8, 6)),
+    )
+    model = nn.Sequential(OrderedDict(zip(names, layers, strict=True))).double()
+    tokens = torch.randn(3, 5, 6, dtype=torch.float64)
+    if comm.size > 1:
+        local = {"use_local_output": not keeps_dtensors}
+        plan = {
+            "first": ColwiseParallel(),
+            "second": RowwiseParallel(output_layouts=Shard(1), **local),
+            "norm": SequenceParallel(**local),
+            "dropout": SequenceParallel(**local),
+            "third": ColwiseParallel(input_layouts=Shard(1)),
+            "fourth": RowwiseParallel(),
+        }
+        tensor_parallel(model, comm.mesh(data=1, tensor=comm.size), plan)
+    torch.manual_seed(1)
+    model(tokens).square().sum().backward()
+    return whole_gradients(model)
+
+
+def cut_five_tokens(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
+    """The gradients, and what is said where layers take local parts, of an output and an input."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    said = []
+    with pytest.raises(UsageError) as error:
+        of_five_tokens(comm, keeps_dtensors=False)
+    said.append(str(error.value))
+    style = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+    )
+    model = tensor_parallel(nn.ReLU(), comm.mesh(data=1, tensor=comm.size), {"": style})
+    assert model(torch.ones(3, 4, 6)).shape == (3, 2, 6)
+    with pytest.raises(UsageError) as error:
+        model(torch.ones(3, 5, 6))
+    return of_five_tokens(comm), [*said, str(error.value)]
+
+
+@pytest.mark.process
+def test_tokens_that_the_workers_do_not_divide() -> None:
+    expected = of_five_tokens(Communicator.single_process())
+    for found, said in run_processes(2, cut_five_tokens):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+        cut = "is cut along dimension 1, which must be a multiple of the 2 workers: pad it, or have"
+        assert said[0].startswith(f"`model.second`'s output [3, 5, 6] {cut}")
+        assert said[1].startswith(f"`model`'s input [3, 5, 6] {cut}")
 
 
 # -- convolutions --------------------------------------------------------------------------------
