@@ -65,6 +65,7 @@ def compare(link: str, found: dict[str, Any]) -> list[dict[str, Any]]:
             heads=4,
             sequence_length=TOKENS,
             measured_share=measured["divided_share"],
+            measured_logits_share=measured["logits_share"],
         )
         for mesh in (MeshSpec(data=2), MeshSpec(tensor=2)):
             batch = MICRO_BATCH * NUM_MICRO_BATCHES * mesh.data
@@ -75,7 +76,7 @@ def compare(link: str, found: dict[str, Any]) -> list[dict[str, Any]]:
                 naive = predict_mesh(job, blocks, cluster, policy, MeshSpec(data=2))
                 by_clock.append((p, naive, estimate(own_s)))
             named = {"link": link, "width": int(width), "mesh": str(mesh)}
-            rows.append({**named, "divided_share": blocks.measured_share, **row_of(*by_clock)})
+            rows.append({**named, "divided_share": blocks.divided_share, **row_of(*by_clock)})
     return rows
 
 

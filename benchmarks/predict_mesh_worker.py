@@ -39,7 +39,8 @@ def measure_width(comm: Communicator, width: int, repeats: int) -> dict[str, Any
     optimizer = torch.optim.AdamW(model.parameters())
     training = Training(model, lambda model: loss_of(model, batches[0][0]), optimizer)
     workload = measure_workload(comm, training, num_samples=MICRO_BATCH)
-    share = forward_share(training, [half for b in model.blocks for half in (b.attention, b.mlp)])
+    halves = [half for b in model.blocks for half in (b.attention, b.mlp)]
+    shares = [forward_share(training, layers) for layers in (halves, [model.logits])]
     one_copy = comm.mesh(data=1, tensor=2)
     loops = {
         "2x1": allstep_loop(comm.mesh(data=2, tensor=1), width, batches, True),
@@ -50,7 +51,8 @@ def measure_width(comm: Communicator, width: int, repeats: int) -> dict[str, Any
     seconds: Any = interleave(steps, repeats, warmups=6, clock=both_clocks)
     return {
         "workload": asdict(workload),
-        "divided_share": share,
+        "divided_share": shares[0],
+        "logits_share": shares[1],
         "steps": {name: [pair.tolist() for pair in pairs] for name, pairs in seconds.items()},
     }
 

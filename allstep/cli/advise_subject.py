@@ -239,9 +239,11 @@ class _NamedRecipe:
     def _measured_model(self, training: Training, micro: Workload) -> tuple[TransformerSpec, float]:
         blocks = self._recipe.transformer
         assert blocks is not None
-        share = forward_share(training, self._recipe.divided_layers(training.model))
+        layers = self._recipe.divided_layers(training.model)
+        share, logits_share = (forward_share(training, some) for some in layers)
         states_per_param = num_states(training.optimizer) / micro.num_params
-        return replace(blocks, measured_share=share), states_per_param
+        measured = replace(blocks, measured_share=share, measured_logits_share=logits_share)
+        return measured, states_per_param
 
 
 class _Script(GivenBlocks):

@@ -8,16 +8,15 @@ bytes:
     optimizer      k n b
     activations    T a (w (depth (2 + 4 b + 12/t) + 1 + 2 b) + 3 b v)
 
-a are the bytes of an activation, w the width, t the workers of a copy and v = r / w the logits of a
-token, with r as in [Note: divided blocks]. b is what a worker has between the halves of blocks:
+a are the bytes of an activation, w the width, t the workers of a copy and v the logits of a token;
+n and v as in [Note: divided blocks]. b is what a worker has between the halves of blocks:
 1/t, sharded along the sequence, and 1 in a pipeline, where it is whole. A block keeps for its
 backward pass the outputs of its two norms, gathered (2 w), their inputs and the factors of its two
 dropouts (4 b w), and queries, keys, values, attention, and the hidden features before and after
 GELU, which are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 b);
-logits, their logarithms and their gradients are 3 b v, sharded along the vocabulary. That divides
-the embeddings, too, which are counted as whole. It is for attention that keeps no scores (flash)
-and without activation checkpointing; what the framework, kernels and collectives take beside is not
-in it.
+logits, their logarithms and their gradients are 3 b v, sharded along the vocabulary. It is for
+attention that keeps no scores (flash) and without activation checkpointing; what the framework,
+kernels and collectives take beside is not in it.
 
 Where FSDP2 shards over s workers, each has 1/s of parameters, gradients and optimizer states, and
 whole what a pass needs at a time: the rest r all the time, a block B that computes, the next one
@@ -104,12 +103,12 @@ def memory_of(
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
     >>> [f"{memory_of(micro, small, tensor).total / 1e6:.1f} MB" for tensor in (1, 2)]
-    ['82.2 MB', '45.6 MB']
+    ['81.4 MB', '43.1 MB']
     >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
     >>> f"{found.total / 1e6:.1f} MB"
-    '58.6 MB'
+    '57.7 MB'
     >>> f"{memory_of(micro, small, shard=4).total / 1e6:.1f} MB"
-    '74.3 MB'
+    '73.5 MB'
     """
     if shard > 1 and pipeline > 1:
         raise UsageError(
@@ -137,10 +136,10 @@ def memory_of_workers(
     transformer = stages.transformer
     num_tokens = micro.num_samples * transformer.sequence_length
     activation_bytes = num_tokens * transformer.activation_bytes
-    num_outside = transformer.outside_params(micro.num_params)
+    num_logits = transformer.vocabulary_params(micro.num_params) / transformer.width
     found = []
     for worker, num_params in enumerate(stages.local_params(micro.num_params, tensor)):
-        kept = _kept_of_token(stages, worker, tensor, num_outside)
+        kept = _kept_of_token(stages, worker, tensor, num_logits)
         in_flight = stages.in_flight(worker, num_micro_batches)
         is_first, is_last = worker == 0, worker == stages.num_workers - 1
         num_received = num_micro_batches * (2 * stages.stages_per_worker - is_first - is_last)
@@ -165,8 +164,8 @@ def _sharded_memory(
     shard: int,
 ) -> Memory:
     whole = memory_of(micro, transformer, tensor, states_per_param)
-    rest = transformer.outside_params(micro.num_params) * micro.element_bytes
-    block = (whole.parameters - rest) // transformer.depth
+    block = transformer.block_params(tensor) * micro.element_bytes
+    rest = whole.parameters - transformer.depth * block
     return Memory(
         parameters=whole.parameters // shard + rest + 2 * block,
         gradients=whole.gradients // shard + 2 * max(rest, block),
@@ -175,9 +174,7 @@ def _sharded_memory(
     )
 
 
-def _kept_of_token(
-    stages: PipelineSpec, worker: int, tensor: int, num_outside_params: int
-) -> float:
+def _kept_of_token(stages: PipelineSpec, worker: int, tensor: int, num_logits: float) -> float:
     """Numbers that a worker keeps of a micro-batch's token for the backward pass."""
     width = stages.transformer.width
     between = 1 / tensor if stages.num_workers == 1 else 1.0
@@ -185,5 +182,5 @@ def _kept_of_token(
     if worker == 0:
         kept += width * between
     if worker == stages.num_workers - 1:
-        kept += width * (1 + between) + 3 * between * num_outside_params / width
+        kept += width * (1 + between) + 3 * between * num_logits
     return kept

@@ -83,8 +83,9 @@ class PipelineSpec:
     def local_params(self, num_params: int, tensor: int) -> list[int]:
         """Parameters of each worker; the first and the last have those outside of the blocks."""
         blocks = self.transformer
-        outside = blocks.outside_params(num_params)
-        of_block = (blocks.local_params(num_params, tensor) - outside) // blocks.depth
+        if self.num_workers == 1:
+            return [blocks.local_params(num_params, tensor)]
+        outside, of_block = blocks.outside_params(num_params), blocks.block_params(tensor)
         ends = (0, self.num_workers - 1)
         return [of_block * d + outside * (i in ends) for i, d in enumerate(self.depths)]
 
@@ -165,7 +166,7 @@ class PipelineSpec:
         self, whole_s: float, num_params: int, tensor: int, all_reduce_s: float
     ) -> list[float]:
         """Seconds of each worker of a pass that takes `whole_s` undivided."""
-        divided = self.transformer.divided_share(num_params)
+        divided = self.transformer.block_share(num_params)
         block_s = whole_s * divided / tensor / self.transformer.depth
         seconds = [
             depth * block_s + self._waits_s(worker, all_reduce_s)

@@ -216,7 +216,7 @@ def predict_mesh(
     ...         PolicySpec(name="fp32"), mesh)
     ...     print(mesh, f"{p.speed_up:.1f}x")
     data=8,tensor=1 8.0x
-    data=4,tensor=2 6.7x
+    data=4,tensor=2 7.9x
     data=4,pipeline=2,tensor=1 6.2x
     """
     data_axis = mesh.data_axis(cluster)

@@ -3,24 +3,27 @@
 [Note: divided blocks] A block has query, key, value and output matrices of w x w for w features,
 and an mlp of w x 4w x w. Query, key, value and the mlp's first matrix are divided by columns, the
 other two by rows, so that all is whole again after each half of a block: there, workers of a copy
-wait for the sum of their activations, and in the backward pass for that of their gradients. Of
-n parameters of which `depth` (12 w^2 + 7 w) are divided over t workers, each has
+wait for the sum of their activations, and in the backward pass for that of their gradients. The
+embeddings of v tokens, which make the logits, too, are divided by tokens, but not in a pipeline. Of
+n parameters r are outside of the blocks, with the positions' embeddings and the last norm:
 
-    n - (1 - 1/t) depth (12 w^2 + 7 w)
+    v w = r - (s + 2) w
+
+where s is the sequence's length. Each of t workers has
+
+    n - (1 - 1/t) (depth (12 w^2 + 7 w) + v w)
 
 and of a step's compute, with a share of d that is divided,
 
     d/t + 1 - d
 
-where d is measured, or follows from the multiplications of a token,
+where d is measured, or 1, as all multiplications are in the blocks and the logits. That leaves out
+what has no matrices: in small models on CPUs a quarter of the time. In a pipeline, where logits are
+whole, it is of the multiplications of a token
 
-    d = depth (12 w^2 + 2 s w) / (depth (12 w^2 + 2 s w) + r)
+    d = depth (12 w^2 + 2 s w) / (depth (12 w^2 + 2 s w) + v w)
 
-where s is the sequence's length, and r are the parameters outside of the blocks, taken as
-embeddings that make the logits, too. These stay whole, and so does all that has no matrices, which
-this count leaves out: in small models on CPUs it takes a quarter of the time.
-
-Source: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, section 3; it divides embeddings, too.
+Source: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, section 3.
 """
 
 from dataclasses import dataclass, replace
@@ -43,15 +46,16 @@ class TransformerSpec:
         heads: of the attention, which are divided.
         sequence_length: tokens of a sample.
         activation_bytes: of a feature of a token: 2 under autocast, else those of a parameter.
-        measured_share: of a pass's seconds, those of the layers that are divided; None to count
-            multiplications.
+        measured_share: of a pass's seconds, those of the blocks' layers that are divided; None to
+            count multiplications.
+        measured_logits_share: of a pass's seconds, those of the logits, if these were measured.
 
     Raises:
         UsageError: for numbers out of range, or heads that don't divide the width.
 
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
-    >>> small.local_params(1_062_656, 2)  # with 2,048 tokens; 790,016 are divided
-    667648
+    >>> small.local_params(1_062_656, 2)  # of 790,016 and of 2,040 tokens' embeddings half
+    537088
     """
 
     depth: int
@@ -60,6 +64,7 @@ class TransformerSpec:
     sequence_length: int
     activation_bytes: int = FLOAT32_BYTES
     measured_share: float | None = None
+    measured_logits_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "sequence_length"):
@@ -67,11 +72,16 @@ class TransformerSpec:
         check_multiple("width", self.width, "heads", self.heads)
         if self.measured_share is not None:
             check_share("measured_share", self.measured_share)
+        check_share("measured_logits_share", self.measured_logits_share)
 
     @property
     def divided_params(self) -> int:
-        """Parameters of which a worker has a part."""
+        """Parameters of the blocks of which a worker has a part."""
         return self.depth * (12 * self.width**2 + 7 * self.width)
+
+    def block_params(self, tensor: int) -> int:
+        """Parameters of a block that one worker has."""
+        return self.divided_params // self.depth // tensor + 6 * self.width
 
     def outside_params(self, num_params: int) -> int:
         """Parameters that are in no block: embeddings and the last norm.
@@ -79,13 +89,18 @@ class TransformerSpec:
         Raises:
             UsageError: if there are fewer parameters than the blocks alone have.
         """
-        in_blocks = self.divided_params + self.depth * 6 * self.width
+        in_blocks = self.depth * self.block_params(1)
         if num_params < in_blocks:
             raise UsageError(
                 f"`params` (={num_params:,}) are fewer than the {in_blocks:,} of {self.depth}"
                 f" blocks of `width` (={self.width}): correct one of them."
             )
         return num_params - in_blocks
+
+    def vocabulary_params(self, num_params: int) -> int:
+        """Of `outside_params` those of the embeddings of tokens."""
+        whole = (self.sequence_length + 2) * self.width
+        return max(0, self.outside_params(num_params) - whole)
 
     def check_tensor(self, tensor: int) -> None:
         """Refuses a length of the axis that doesn't divide the heads.
@@ -100,16 +115,25 @@ class TransformerSpec:
             )
 
     def local_params(self, num_params: int, tensor: int) -> int:
-        """Parameters of one worker."""
-        return num_params - self.divided_params + self.divided_params // tensor
+        """Parameters of one worker, without a pipeline."""
+        vocabulary = self.vocabulary_params(num_params)
+        whole = self.outside_params(num_params) - vocabulary
+        return self.depth * self.block_params(tensor) + vocabulary // tensor + whole
 
-    def divided_share(self, num_params: int) -> float:
-        """Share of the forward and backward pass that is divided."""
+    @property
+    def divided_share(self) -> float:
+        """Share of the forward and backward pass that is divided, without a pipeline."""
+        if self.measured_share is not None:
+            return min(1.0, self.measured_share + self.measured_logits_share)
+        return 1.0
+
+    def block_share(self, num_params: int) -> float:
+        """Share of the forward and backward pass that is divided in a pipeline."""
         if self.measured_share is not None:
             return self.measured_share
         width = self.width
         blocks = self.depth * (12 * width**2 + 2 * self.sequence_length * width)
-        return blocks / (blocks + self.outside_params(num_params))
+        return blocks / (blocks + self.vocabulary_params(num_params))
 
     def num_activations(self, num_samples: int) -> int:
         """Elements of what is summed over a copy's workers after half a block."""
@@ -143,9 +167,9 @@ class TransformerSpec:
         (134, 0.52, 1.02)
         """
         self.check_tensor(tensor)
-        divided = self.divided_share(workload.num_params)
         if tensor == 1:
             return workload
+        divided = self.divided_share
         left, wait_s = divided / tensor + 1 - divided, self.waits_s(all_reduce_s)
         num_params = self.local_params(workload.num_params, tensor)
         return replace(

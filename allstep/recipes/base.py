@@ -203,9 +203,12 @@ class Recipe(_Named, TrainOptions, ABC):
         """The blocks that tensor parallelism divides; None if it has none of them."""
         return None
 
-    def divided_layers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The layers of its model whose compute tensor parallelism divides; by default none."""
-        return ()
+    def divided_layers(self, model: nn.Module) -> tuple[Sequence[nn.Module], Sequence[nn.Module]]:
+        """The layers of its model whose compute tensor parallelism divides; by default none.
+
+        Those of its blocks, and the logits, which stay whole in a pipeline.
+        """
+        return (), ()
 
     def with_mesh(self, *, pipeline: int, tensor: int) -> "Recipe":
         """This recipe with each copy of the model on pipeline x tensor workers.

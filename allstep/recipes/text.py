@@ -133,9 +133,10 @@ class Text(TokenRecipe):
             activation_bytes=_ACTIVATION_BYTES[self.precision],
         )
 
-    def divided_layers(self, model: nn.Module) -> list[nn.Module]:
-        divided = ".attention", ".mlp", "logits"
-        return [m for name, m in model.named_modules() if name.endswith(divided)]
+    def divided_layers(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        layers = dict(model.named_modules())
+        halves = [m for name, m in layers.items() if name.endswith((".attention", ".mlp"))]
+        return halves, [layers["logits"]]
 
     def with_mesh(self, *, pipeline: int, tensor: int) -> "Text":
         return replace(self, pipeline=pipeline, tensor_parallel=tensor)

@@ -79,7 +79,7 @@ def test_auto_ranks_all_meshes_that_fit_and_says_why_others_drop_out(say):
     assert found["recommended"]["tensor"] == 2
     assert "advice: data=8,tensor=2: " in text
 
-    text, found = say(*flags, "--memory-gib", "12")
+    text, found = say(*flags, "--memory-gib", "12", "--node-link", "100gbit")
     assert list(found["left_out"]) == ["data=16,tensor=1"]
     assert found["recommended"]["shard"] == 16
     assert "advice: data=16,tensor=1,shard=16: " in text
@@ -133,7 +133,8 @@ def test_a_recipe_knows_its_blocks(say, tmp_path):
     small = ("--vocab-size", "300", "--sequence-length", "16", "--width", "16", "--depth", "2")
     recipe = ("text", "--folder", str(folder), *small, "--threads", "1")
     text, found = say(*recipe, "--link", "1gbit", "--mesh", "auto", "--workers", "8")
-    assert 0 < found["transformer"].pop("measured_share") < 1
+    shares = [found["transformer"].pop(f"measured_{name}share") for name in ("", "logits_")]
+    assert all(0 < share < 1 for share in shares)
     assert found["transformer"] == {
         "depth": 2,
         "width": 16,

@@ -13,6 +13,7 @@ from allstep.plan import (
     Cluster,
     Link,
     MeshSpec,
+    PipelineSpec,
     PolicySpec,
     Prediction,
     Target,
@@ -27,12 +28,18 @@ from allstep.plan import (
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.recipes.text import Text
 from allstep.recipes.token_loss import summed_cross_entropy
-from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
+from allstep.recipes.transformer import (
+    Transformer,
+    TransformerConfig,
+    TransformerStage,
+    tensor_parallel_plan,
+)
 from tests.helpers.processes import run_processes
 
 BLOCKS = TransformerSpec(depth=24, width=1024, heads=16, sequence_length=512)
 ALL_IN_BLOCKS = BLOCKS.divided_params + BLOCKS.depth * 6 * BLOCKS.width
-EMBEDDINGS = 32_000 * 1024
+TOKENS = 32_000
+EMBEDDINGS = (TOKENS + 512 + 2) * 1024  # of tokens and positions, and the last norm
 MICRO = Workload(
     num_params=ALL_IN_BLOCKS + EMBEDDINGS,
     forward_s=0.3,
@@ -64,25 +71,26 @@ def on(mesh: MeshSpec, machines: Cluster, training: TrainingSpec = TRAINING) -> 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_step_over_an_instant_link_is_compute_over_tensor(tensor: int) -> None:
-    """Nearly all of a model without embeddings is divided; the rest is computed by all."""
+    """All multiplications are divided, and the update of all but norms, biases and positions."""
     inside = replace(MICRO, num_params=ALL_IN_BLOCKS, optimizer_s=0.0)
     found = on(MeshSpec(data=8 // tensor, tensor=tensor), cluster(), TrainingSpec(micro=inside))
     assert found.report.step_s == pytest.approx(0.9 / tensor, rel=1e-12)
     assert found.speed_up == pytest.approx(8.0, rel=1e-12)
 
     whole = on(MeshSpec(data=8 // tensor, tensor=tensor), cluster())
-    matrices = 24 * (12 * 1024**2 + 2 * 512 * 1024)
-    divided = matrices / (matrices + EMBEDDINGS)
-    local = 24 * (12 * 1024**2 + 7 * 1024) / tensor + 24 * 6 * 1024 + EMBEDDINGS
-    expected_s = 0.9 * (divided / tensor + 1 - divided) + 0.02 * local / MICRO.num_params
+    local = (24 * (12 * 1024**2 + 7 * 1024) + TOKENS * 1024) / tensor + (24 * 6 + 512 + 2) * 1024
+    expected_s = 0.9 / tensor + 0.02 * local / MICRO.num_params
     assert whole.report.step_s == pytest.approx(expected_s, rel=1e-12)
 
 
 def test_measured_share_goes_before_the_count() -> None:
-    half = replace(BLOCKS, measured_share=0.5)
+    """Of the blocks and of the logits, but in a pipeline, where these are whole."""
+    half = replace(BLOCKS, measured_share=0.5, measured_logits_share=0.25)
     found = predict_mesh(TRAINING, half, cluster(), POLICY, MeshSpec(data=2, tensor=4))
     local = BLOCKS.local_params(MICRO.num_params, 4) / MICRO.num_params
-    assert found.report.step_s == pytest.approx(0.9 * (0.5 / 4 + 0.5) + 0.02 * local, rel=1e-12)
+    assert found.report.step_s == pytest.approx(0.9 * (0.75 / 4 + 0.25) + 0.02 * local, rel=1e-12)
+    assert half.block_share(MICRO.num_params) == 0.5
+    assert replace(half, measured_share=0.9).divided_share == 1  # measured one after the other
     with pytest.raises(UsageError, match=r"`measured_share` \(=1.5\) must be 0 to 1"):
         replace(BLOCKS, measured_share=1.5)
 
@@ -161,12 +169,14 @@ def test_bottlenecks_explain_the_whole_loss() -> None:
     assert "wait for each other's activations" in reasons
 
 
+CONFIG = TransformerConfig(
+    vocab_size=300, sequence_length=12, width=16, depth=3, heads=4, dropout=0.1, causal=True
+)
+
+
 def small_transformer() -> Transformer:
     torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=300, sequence_length=12, width=16, depth=3, heads=4, dropout=0.1, causal=True
-    )
-    return Transformer(config)
+    return Transformer(CONFIG)
 
 
 SMALL = TransformerSpec(depth=3, width=16, heads=4, sequence_length=12)
@@ -197,26 +207,30 @@ def count_divided(comm: Communicator) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), kept_bytes(model)
 
 
+def count_divided_stages(comm: Communicator) -> list[int]:
+    """Parameters of this worker's part of each stage."""
+    mesh = comm.mesh(data=1, tensor=comm.size)
+    stages = [TransformerStage(CONFIG, number).divide(mesh) for number in range(3)]
+    return [sum(p.numel() for p in stage.parameters()) for stage in stages]
+
+
 def check_memory(tensor: int, num_local: int, num_kept: int) -> None:
     num_params = sum(p.numel() for p in small_transformer().parameters())
     micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=BATCH)
     found = memory_of(micro, SMALL, tensor)
-    counted = SMALL.local_params(num_params, tensor)  # with all rows of the embeddings
-    assert counted == num_local + 300 * 16 * (tensor - 1) // tensor
     assert (found.parameters, found.gradients, found.optimizer) == (
-        4 * counted,
-        4 * counted,
-        8 * counted,
+        4 * num_local,
+        4 * num_local,
+        8 * num_local,
     )
-    assert found.total == 16 * counted + found.activations
-    # Kept before there are gradients: one of the three v, which has no row of a position; sharded
-    # logits have their gradient by then, too. Norms keep two numbers of a token, attention one a
-    # head, a token is its own target of 8 bytes, and the loss keeps one number.
-    tokens, positions = BATCH * 12, 12 + 2
-    num_seen = 1 if tensor == 1 else 2
-    logits = 3 * 300 + 3 * positions - num_seen * 300
+    assert found.total == 16 * num_local + found.activations
+    # Kept before there are gradients: one of the three v; sharded logits have their gradient by
+    # then, too. Norms keep two numbers of a token, attention one a head, a token is its own target
+    # of 8 bytes, and the loss keeps one number.
+    tokens, num_unseen = BATCH * 12, 2 if tensor == 1 else 1
     statistics = 4 * (2 * (2 * 3 + 1) + 3 * 4) // tensor + 8
-    expected = found.activations - 4 * tokens * logits // tensor + tokens * statistics
+    unseen = 4 * tokens * num_unseen * 300 // tensor
+    expected = found.activations - unseen + tokens * statistics
     assert num_kept == expected + 4
 
 
@@ -231,10 +245,21 @@ def test_memory_is_what_a_divided_transformer_keeps() -> None:
         check_memory(2, num_local, num_kept)
 
 
+@pytest.mark.process
+def test_parameters_are_those_of_divided_stages() -> None:
+    """But for the last norm and the positions, which are counted on the first and the last."""
+    num_params = sum(p.numel() for p in small_transformer().parameters())
+    counted = PipelineSpec(transformer=SMALL, num_workers=3).local_params(num_params, 2)
+    uncounted = [2 * 16, 0, 12 * 16]
+    for found in run_processes(2, count_divided_stages):
+        assert [own + more for own, more in zip(found, uncounted, strict=True)] == counted
+
+
 def test_memory_by_hand() -> None:
     """A worker of four: 16 bytes a parameter, 4 x (1024 x (24 x 6 + 1.5) + 3 v / 4) a token."""
     found = memory_of(MICRO, BLOCKS, 4)
-    num_params = 24 * ((12 * 1024**2 + 7 * 1024) // 4 + 6 * 1024) + EMBEDDINGS
+    num_params = 24 * ((12 * 1024**2 + 7 * 1024) // 4 + 6 * 1024)
+    num_params += (TOKENS // 4 + 512 + 2) * 1024
     assert found.parameters == found.gradients == 4 * num_params
     assert found.optimizer == 8 * num_params
     assert found.activations == 8 * 512 * 4 * (1024 * (24 * 6 + 1.5) + 3 * 8_000)
@@ -245,10 +270,11 @@ def test_memory_by_hand() -> None:
 
 def test_divided_layers_hold_the_divided_parameters(tmp_path) -> None:
     model = small_transformer()
-    layers = Text(folder=tmp_path, depth=3, width=16, heads=4).divided_layers(model)
-    assert len(layers) == 2 * 3 + 1  # and the logits, which have no parameters of their own
+    halves, logits = Text(folder=tmp_path, depth=3, width=16, heads=4).divided_layers(model)
+    assert len(halves) == 2 * 3
+    assert logits == [model.logits]
     whole_biases = 2 * 3 * 16
-    num_params = sum(p.numel() for layer in layers for p in layer.parameters())
+    num_params = sum(p.numel() for layer in halves for p in layer.parameters())
     assert num_params == SMALL.divided_params + whole_biases
 
 

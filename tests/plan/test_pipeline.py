@@ -23,7 +23,16 @@ from allstep.plan import (
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.plan.memory import memory_of_workers
 from allstep.recipes.transformer import TransformerConfig, TransformerStage
-from tests.plan.test_mesh import ALL_IN_BLOCKS, BLOCKS, EMBEDDINGS, MICRO, POLICY, cluster, on
+from tests.plan.test_mesh import (
+    ALL_IN_BLOCKS,
+    BLOCKS,
+    EMBEDDINGS,
+    MICRO,
+    POLICY,
+    TOKENS,
+    cluster,
+    on,
+)
 
 # All of it in blocks: stages are equal.
 INSIDE = replace(MICRO, num_params=ALL_IN_BLOCKS, optimizer_s=0.0)
@@ -112,7 +121,7 @@ def test_equal_stages_take_as_long_as_the_schedule_event_by_event(p: int, m: int
 def test_unequal_stages_go_at_the_pace_of_the_slowest(p: int, m: int) -> None:
     """The logits of a large vocabulary on the last worker, and blocks that don't divide evenly."""
     step = spec(p, depth=23).step(MICRO, m)
-    share = replace(BLOCKS, depth=23).divided_share(MICRO.num_params)
+    share = replace(BLOCKS, depth=23).block_share(MICRO.num_params)
     depths = spec(p, depth=23).depths
     assert sum(depths) == 23
     shares = [depth / 23 * share for depth in depths]
@@ -225,8 +234,8 @@ def test_memory_is_what_real_stages_keep() -> None:
     tokens = torch.randint(300, (5, 12))
     values, num_tokens = tokens, tokens.numel()
     # Two norms, four heads and the tokens' numbers; of the last one norm more, and logits of 300
-    # of which there is no gradient yet, where the formula has 3 x 314.
-    beside = [40, 32, 48 - 4 * (3 * 314 - 300)]
+    # of which there is no gradient yet, where the formula has 3 x 300.
+    beside = [40, 32, 48 - 4 * 2 * 300]
     for i, stage in enumerate(stages):
         own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
         kept: list[Tensor] = []
@@ -248,10 +257,11 @@ def test_memory_is_what_real_stages_keep() -> None:
 
 
 def test_large_vocabulary_makes_the_last_worker_the_largest() -> None:
-    large = replace(MICRO, num_params=ALL_IN_BLOCKS + 10 * EMBEDDINGS)
+    embeddings = EMBEDDINGS + 9 * TOKENS * 1024
+    large = replace(MICRO, num_params=ALL_IN_BLOCKS + embeddings)
     found = memory_of(large, BLOCKS, pipeline=2, num_micro_batches=2)
-    assert found.parameters == 4 * (ALL_IN_BLOCKS // 2 + 10 * EMBEDDINGS)
-    assert found.activations == 8 * 512 * 4 * (1024 * (12 * 18 + 2 + 2) + 30 * 32_000)
+    assert found.parameters == 4 * (ALL_IN_BLOCKS // 2 + embeddings)
+    assert found.activations == 8 * 512 * 4 * (1024 * (12 * 18 + 2 + 2) + 30 * TOKENS)
 
 
 def test_more_stages_need_less_memory_and_more_micro_batches_a_little_more() -> None:
