@@ -6,17 +6,19 @@ bytes:
     parameters     n b
     gradients      n b            (buckets are the gradients' own memory)
     optimizer      k n b
-    activations    T a (w (depth (2 + 4 b + 12/t) + 1 + 2 b) + 3 b v)
+    activations    T a (w (depth (2 + 4 b + 12/t) + 1 + 2 b) + l v)
 
 a are the bytes of an activation, w the width, t the workers of a copy and v the logits of a token;
-n and v as in [Note: divided blocks]. b is what a worker has between the halves of blocks:
-1/t, sharded along the sequence, and 1 in a pipeline, where it is whole. A block keeps for its
-backward pass the outputs of its two norms, gathered (2 w), their inputs and the factors of its two
-dropouts (4 b w), and queries, keys, values, attention, and the hidden features before and after
-GELU, which are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 b);
-logits, their logarithms and their gradients are 3 b v, sharded along the vocabulary. It is for
-attention that keeps no scores (flash) and without activation checkpointing; what the framework,
-kernels and collectives take beside is not in it.
+n and v as in [Note: divided blocks]. b is what a worker has between the halves of blocks: 1/t,
+sharded along the sequence, and 1 in a pipeline, where it is whole. A block keeps for its backward
+pass the outputs of its two norms, gathered (2 w), their inputs and the factors of its two dropouts
+(4 b w), and queries, keys, values, attention, and the hidden features before and after GELU, which
+are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 b). Of the logits'
+size there are l tensors at a time: 3 on a worker that has all of them, the logarithms and two
+gradients; 4 in a pipeline, where torch keeps the logits, too; 5/t where they are sharded along the
+vocabulary, as torch's loss then finds the gradient beside the logits. It is for attention that
+keeps no scores (flash) and without activation checkpointing; what the framework, kernels and
+collectives take beside is not in it.
 
 Where FSDP2 shards over s workers, each has 1/s of parameters, gradients and optimizer states, and
 whole what a pass needs at a time: the rest r all the time, a block B that computes, the next one
@@ -103,10 +105,10 @@ def memory_of(
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
     >>> [f"{memory_of(micro, small, tensor).total / 1e6:.1f} MB" for tensor in (1, 2)]
-    ['81.4 MB', '43.1 MB']
+    ['81.4 MB', '51.5 MB']
     >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
     >>> f"{found.total / 1e6:.1f} MB"
-    '57.7 MB'
+    '66.1 MB'
     >>> f"{memory_of(micro, small, shard=4).total / 1e6:.1f} MB"
     '73.5 MB'
     """
@@ -182,5 +184,12 @@ def _kept_of_token(stages: PipelineSpec, worker: int, tensor: int, num_logits: f
     if worker == 0:
         kept += width * between
     if worker == stages.num_workers - 1:
-        kept += width * (1 + between) + 3 * between * num_logits
+        kept += width * (1 + between) + _logits_at_a_time(stages, tensor) * num_logits
     return kept
+
+
+def _logits_at_a_time(stages: PipelineSpec, tensor: int) -> float:
+    """What is there of their size at most, in the loss or when its backward pass begins."""
+    if stages.num_workers > 1:
+        return 4
+    return 3 if tensor == 1 else 5 / tensor

@@ -95,7 +95,7 @@ def recommend_mesh(
     ...     TrainingSpec(micro=micro), blocks, read_cluster("ethernet-100g"),
     ...     PolicySpec(name="fp32"), MeshSpec.all_of(8), memory_gib=30)
     >>> str(found.choice.prediction.mesh), [str(mesh) for mesh in found.left_out]
-    ('data=4,tensor=2', ['data=8,tensor=1', 'data=8,tensor=1,shard=8'])
+    ('data=4,tensor=2,shard=4', ['data=8,tensor=1', 'data=8,tensor=1,shard=8', 'data=4,tensor=2'])
     """
     if memory_gib is not None:
         check_positive("memory_gib", memory_gib, "32 is 32 GiB a worker")

@@ -1,10 +1,8 @@
 """A step and the memory of workers over which FSDP2 shards a model's states."""
 
-import ctypes
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from allstep.plan import Link, MeshSpec, TransformerSpec, Workload, memory_of, r
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.recipes.transformer import Transformer, TransformerConfig, shard_blocks
 from tests.helpers.processes import run_processes
+from tests.helpers.resident import Step, peak_bytes
 from tests.plan.test_mesh import BLOCKS, EMBEDDINGS, MICRO, POLICY, TRAINING, cluster, on
 
 BLOCK = 12 * 1024**2 + 13 * 1024
@@ -130,17 +129,11 @@ def make(config: TransformerConfig, comm: Communicator) -> tuple[nn.Module, torc
     return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
 
-def peak_bytes(comm: Communicator) -> int:
-    """Of resident memory in a step, above that before there is a model."""
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is given back at once
-    train_step(*make(replace(CONFIG, width=8, depth=2), comm))
-    before = psutil.Process().memory_info().rss
-    model, optimizer = make(CONFIG, comm)
-    train_step(model, optimizer)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
-    train_step(model, optimizer)
-    status = Path("/proc/self/status").read_text().split()
-    return int(status[status.index("VmHWM:") + 1]) * 1024 - before
+def measured(comm: Communicator) -> int:
+    def step_of(config: TransformerConfig) -> Step:
+        return partial(train_step, *make(config, comm))
+
+    return peak_bytes(partial(step_of, replace(CONFIG, width=8, depth=2)), partial(step_of, CONFIG))
 
 
 @pytest.mark.process
@@ -150,5 +143,5 @@ def test_memory_is_what_a_sharded_transformer_takes(size: int) -> None:
     num_params = sum(p.numel() for p in Transformer(CONFIG).parameters())
     micro = Workload.from_step(num_params=num_params, step_s=1.0)
     predicted = memory_of(micro, SMALL, shard=size).total
-    for measured in run_processes(size, peak_bytes):
-        assert predicted == pytest.approx(measured, rel=0.1)
+    for found in run_processes(size, measured):
+        assert predicted == pytest.approx(found, rel=0.1)
