@@ -6,14 +6,14 @@ bytes:
     parameters     n b
     gradients      n b            (buckets are the gradients' own memory)
     optimizer      k n b
-    activations    T a (w (depth (2 + 4 b + 12/t) + 1 + 2 b) + l v)
+    activations    T a (w (depth (2 + 4 c + 12/t) + 1 + 2 c) + l v)
 
 a are the bytes of an activation, w the width, t the workers of a copy and v the logits of a token;
-n and v as in [Note: divided blocks]. b is what a worker has between the halves of blocks: 1/t,
+n and v as in [Note: divided blocks]. c is what a worker has between the halves of blocks: 1/t,
 sharded along the sequence, and 1 in a pipeline, where it is whole. A block keeps for its backward
 pass the outputs of its two norms, gathered (2 w), their inputs and the factors of its two dropouts
-(4 b w), and queries, keys, values, attention, and the hidden features before and after GELU, which
-are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 b). Of the logits'
+(4 c w), and queries, keys, values, attention, and the hidden features before and after GELU, which
+are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 c). Of the logits'
 size there are l tensors at a time: 3 on a worker that has all of them, the logarithms and two
 gradients; 4 in a pipeline, where torch keeps the logits, too; 5/t where they are sharded along the
 vocabulary, as torch's loss then finds the gradient beside the logits. It is for attention that
