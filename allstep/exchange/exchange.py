@@ -77,7 +77,9 @@ class Exchange(ABC):
         self._parameters = ParameterSet(model)
         self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
         self.shards: Mapping[str, Shard] = shards_of(model)
-        self._parts = PartGradients(model, self._parameters, self._divided, self.shards, comm)
+        self._parts = PartGradients(
+            model, self._parameters, self._divided, self.shards, comm, is_exact=self.is_exact
+        )
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen

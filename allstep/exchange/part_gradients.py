@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from allstep.comm import Communicator, Shard, stages_of
+from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.exchange.divided import DividedParameters
 from allstep.exchange.parameters import ParameterSet
 from allstep.torch_classes import is_dtensor, local_part
@@ -22,6 +23,7 @@ class PartGradients:
         divided: those that only this worker has.
         shards: those of which workers along another axis have other parts.
         comm: the workers that the model is attached to.
+        is_exact: whether a norm must not depend on who has which part.
     """
 
     def __init__(
@@ -31,11 +33,14 @@ class PartGradients:
         divided: DividedParameters,
         shards: Mapping[str, Shard],
         comm: Communicator,
+        *,
+        is_exact: bool = False,
     ) -> None:
         self._parameters = parameters
         self._divided = divided
         self._shards = shards
         self._comm = comm
+        self._is_exact = is_exact
         self._along_shards = list({shard.comm: None for shard in shards.values()})
         self._along_stages = list({stages.comm: None for stages in stages_of(model).values()})
         self._versions: list[float] | None = None  # of the global gradients
@@ -49,7 +54,7 @@ class PartGradients:
         Everything is a part along the axis of stages, of a pipeline or a chain.
         """
         trained = list(self.by_name.values())
-        if not self.workers:
+        if not (self.workers or self._is_exact):
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
         shards = self._shards
         by_name = {**self._parameters.trained, **self._parameters.fully_sharded}
@@ -61,6 +66,8 @@ class PartGradients:
             total = total + self._comm.all_reduce(self._square(self._divided.by_name.values()))
         for comm in self._along_stages:
             total = comm.all_reduce(total)
+        if self._is_exact:
+            total = sum_of_digits(total)
         dtype = next((p.grad.dtype for p in trained if p.grad is not None), torch.float32)
         norm = total.sqrt().to(dtype)
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
@@ -123,8 +130,13 @@ class PartGradients:
         return [*numbers, *(x._version for x in found)]
 
     def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """In float64, as one worker may have no gradient and another many."""
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        """In float64, as one worker may have no gradient and another many; digits if exact."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._is_exact:
+            norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
+            squares = norms.to(self._comm.device, torch.float64).square()
+            return digits_of(squares).sum(0)
+        norm = get_total_norm(gradients)
         return _whole(norm).to(self._comm.device, torch.float64).square()
 
 
