@@ -1,10 +1,14 @@
 """Parts of a model that only some workers have, as seen by what exchanges gradients."""
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from allstep.comm.communicator import Communicator
 from allstep.comm.mesh import Mesh
@@ -12,6 +16,9 @@ from allstep.torch_classes import loaded_class
 
 if TYPE_CHECKING:  # its import takes seconds
     from torch.distributed.fsdp import FSDPModule
+
+
+CallGradientHook = Callable[[str, nn.Parameter, int, Tensor], Tensor | None]
 
 
 class DividedModules(nn.ModuleDict):
@@ -34,11 +41,44 @@ class DividedModules(nn.ModuleDict):
         super().__init__()
         self._comm = comm
         self.names = tuple(names)
+        self._call_gradient_hooks: OrderedDict[int, CallGradientHook] = OrderedDict()
 
     @property
     def comm(self) -> Communicator:
         """The workers that they are divided over."""
         return self._comm
+
+    def call(self, name: str, x: Tensor, rank: int) -> Any:
+        """What a module makes of a worker's data.
+
+        A backward pass adds up the gradients of all workers' data before a parameter gets them.
+        Where there are hooks for these gradients, a call has aliases of the parameters.
+
+        Args:
+            name: of the module.
+            x: what it is called with.
+            rank: the worker whose data it is.
+        """
+        module, hooks = self[name], list(self._call_gradient_hooks.values())
+        if not hooks or not torch.is_grad_enabled():
+            return module(x)
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        aliases = {n: p.view_as(p) for n, p in trained.items()}
+        for n, p in trained.items():
+            for hook in hooks:
+                aliases[n].register_hook(partial(hook, f"{name}.{n}", p, rank))  # type: ignore[no-untyped-call]
+        return torch.func.functional_call(module, aliases, (x,))
+
+    def register_call_gradient_hook(self, hook: CallGradientHook) -> RemovableHandle:
+        """Calls a function with each gradient of a parameter in one `call`.
+
+        Args:
+            hook: (the parameter's name here, the parameter, the call's rank, its gradient) -> what
+                takes the gradient's place, or None.
+        """
+        handle = RemovableHandle(self._call_gradient_hooks)
+        self._call_gradient_hooks[handle.id] = hook
+        return handle
 
 
 def divided_modules(model: nn.Module) -> dict[str, DividedModules]:

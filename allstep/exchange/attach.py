@@ -57,8 +57,8 @@ def attach(
             `torch.jit`), if it or one of its parameters is attached already, if
             `comm` is no Communicator, if `global_batch` isn't positive, if local SGD is not told
             its optimizer, or if a part of the model is divided over other workers than `comm`,
-            divided at all with staleness, local SGD or "exact", or shares a parameter with the
-            rest; if FSDP2 has sharded it over others, or the policy is not `Synchronous()` then.
+            divided at all with staleness or local SGD, or shares a parameter with the rest; if
+            FSDP2 has sharded it over others, or the policy is not `Synchronous()` then.
         DisagreementError: if policies differ between workers, or names, shapes or dtypes.
 
     Example:

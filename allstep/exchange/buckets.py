@@ -361,7 +361,7 @@ class BucketSet:
         )
         for name, total in zip(names, totals, strict=True):
             self.views[name].copy_(total.add_(self.views[name]))
-        self.off_grid.clear()
+            self.off_grid.pop(name, None)
         return names
 
     def state_dict(

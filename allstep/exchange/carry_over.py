@@ -1,6 +1,6 @@
 """What an earlier exchange has left in `p.grad`, where the next one would count it again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +77,10 @@ class HeldGradients:
         self._held.clear()
         self._seen.clear()
 
-    def in_words(self) -> str:
-        """What will be added to gradients, for a comparison of the workers."""
+    def in_words(self, names: Container[str]) -> str:
+        """What will be added to some parameters' gradients, for a comparison of the workers."""
         return "".join(
             f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
             for name, (_, x) in self._held.items()
+            if name in names
         )

@@ -1,12 +1,21 @@
 """The parameters that only this worker has, as its part of the model changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import Tensor, nn
 
-from allstep.comm import AlongAxis, Communicator, divided_modules, shards_of, stages_of
+from allstep.comm import (
+    AlongAxis,
+    Communicator,
+    DividedModules,
+    divided_modules,
+    shards_of,
+    stages_of,
+)
+from allstep.comm.divided import CallGradientHook
 from allstep.errors import UsageError
-from allstep.exchange.hooks import AccumulationHook
+from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook
 from allstep.exchange.parameters import Snapshot
 from allstep.exchange.policy import ExchangePolicy, Synchronous
 
@@ -16,7 +25,10 @@ class DividedParameters:
 
     Args:
         model: the attached model.
-        scaled: what is added to `p.grad` for a gradient, as `AccumulationHook` says.
+        scaled: what is added to `p.grad` for a gradient, as `AccumulationHook` says, by the
+            parameter's name.
+        rounded: what takes the place of the gradient of one worker's data before, as
+            `DividedModules.register_call_gradient_hook` says.
 
     Attributes:
         by_name: name -> parameter, frozen or not.
@@ -24,16 +36,29 @@ class DividedParameters:
             workers.
     """
 
-    def __init__(self, model: nn.Module, scaled: Callable[[Tensor | None], Tensor | None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        scaled: Callable[[str, Tensor | None], Tensor | None],
+        rounded: CallGradientHook | None = None,
+    ) -> None:
         self._model = model
         self._scaled = scaled
-        self._hooks: list[AccumulationHook] = []
+        self._rounded = rounded
+        self._hooks: list[Removable] = []
         self.refresh()
 
     def follow(self) -> None:
         """Takes the known modules as they are now; cheap if nothing has changed."""
         if self._snapshot.has_changed():
             self.refresh()
+
+    def may_have(self, names: Iterable[str]) -> bool:
+        """Whether parameters of these names are of such modules, on any number of workers."""
+        modules = self._model.named_modules()
+        found = (name for name, module in modules if isinstance(module, DividedModules))
+        prefixes = tuple(f"{name}." if name else "" for name in found)
+        return all(name.startswith(prefixes) for name in names)
 
     def detach(self) -> None:
         """Removes all hooks."""
@@ -52,8 +77,19 @@ class DividedParameters:
             for name, p in modules.named_parameters(prefix)
         }
         self._snapshot = Snapshot(m for modules in divided.values() for m in modules.modules())
-        trained = (p for p in self.by_name.values() if p.requires_grad)
-        self._hooks.extend(AccumulationHook(p, self._scaled) for p in trained)
+        for name, p in self.by_name.items():
+            if p.requires_grad:
+                self._hooks.append(AccumulationHook(p, partial(self._scaled, name)))
+        if self._rounded is not None:
+            for prefix, modules in divided.items():
+                hook = WeakHook(self, type(self)._round, f"{prefix}." if prefix else "")
+                register = modules.register_call_gradient_hook
+                self._hooks.append(ModuleHook(modules, register, hook))
+
+    def _round(
+        self, prefix: str, name: str, p: nn.Parameter, rank: int, gradient: Tensor
+    ) -> Tensor | None:
+        return None if self._rounded is None else self._rounded(prefix + name, p, rank, gradient)
 
 
 def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
@@ -73,12 +109,10 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
                 f" communicator than `comm` (of {comm.size}): make the model with the one that it"
                 " is attached to."
             )
-        if not isinstance(policy, Synchronous) or policy.wire_format.name == "exact":
-            how = "compression='exact'" if isinstance(policy, Synchronous) else policy
+        if not isinstance(policy, Synchronous):
             raise UsageError(
-                f"`policy` (={how}) is for models that are whole on every worker, and"
-                f" `model.{name}` is divided over them; use `Synchronous()` with another"
-                " compression."
+                f"`policy` (={policy}) is for models that are whole on every worker, and"
+                f" `model.{name}` is divided over them; use `Synchronous()`."
             )
         _refuse_shared(model, name, modules)
 

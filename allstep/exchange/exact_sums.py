@@ -1,18 +1,18 @@
 """Sums of the same bits on any number of workers: what "exact" adds to an exchange. [Note: grid]"""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from allstep.comm import Communicator
 from allstep.comm.reproducible import ReproducibleSum
 from allstep.device import is_accelerator, read_scalars
 from allstep.errors import UsageError
 from allstep.exchange.buckets import BucketSet, has_form_of
 from allstep.exchange.grid import Grid, Unit
-from allstep.exchange.parameters import ParameterSet
 
 
 class ExactSums:
@@ -20,23 +20,22 @@ class ExactSums:
 
     Args:
         device: where gradients are.
+
+    Attributes:
+        num_completed: exchanges that took a second message, for what didn't fit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grid = Grid()
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
-        self._unread: dict[str, tuple[Tensor, Tensor, Unit]] = {}
-
-    @property
-    def num_completed(self) -> int:
-        """Exchanges that took a second message, for what didn't fit."""
-        return self._grid.num_completed
+        self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
+        self.num_completed = 0
 
     @staticmethod
-    def refuse_complex(parameters: ParameterSet) -> None:
+    def refuse_complex(parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises UsageError for gradients whose sums can't be made exact."""
-        for name, p in parameters.trained.items():
+        for name, p in parameters.items():
             if p.dtype.is_complex:
                 raise UsageError(
                     f"Parameter `{name}` is {p.dtype}, whose sums can't be made exact; choose"
@@ -58,18 +57,30 @@ class ExactSums:
         """Adds apart what did not fit so far; on an accelerator the host reads now which it is."""
         unread, self._unread = self._unread, {}
         numbers = read_scalars([share for _, share, _ in unread.values()])
-        for (name, (gradient, _, unit)), number in zip(unread.items(), numbers, strict=True):
+        for ((name, _), (gradient, _, unit)), number in zip(unread.items(), numbers, strict=True):
             if not unit.is_good([number]):
                 _add_apart(buckets, name, gradient)
 
-    def round(self, buckets: BucketSet, name: str, p: nn.Parameter, new: Tensor) -> Tensor:
-        """What is to be added to `p.grad` for a gradient."""
+    def round(
+        self, buckets: BucketSet, name: str, p: nn.Parameter, new: Tensor, rank: int = 0
+    ) -> Tensor:
+        """What is to be added to `p.grad` for a gradient.
+
+        Args:
+            buckets: of the exchange.
+            name: of the parameter.
+            p: the parameter.
+            new: the gradient.
+            rank: as for `Grid.round`.
+        """
         with torch.no_grad():
             gradient = new.detach()
             if is_accelerator(new.device):
-                rounded = self._round_unread(buckets, name, new)
-            else:
+                rounded = self._round_unread(buckets, name, new, rank)
+            elif name in buckets.plan.large:
                 rounded = self._round_in_place(buckets, name, p, gradient)
+            else:
+                rounded = self._grid.round(name, gradient, rank=rank)
             if rounded is None:
                 _add_apart(buckets, name, gradient)
             if rounded is None or rounded is p.grad:
@@ -77,15 +88,15 @@ class ExactSums:
         # With a graph for second derivatives the difference is taken off, which is exact.
         return new + (rounded - gradient) if new.requires_grad else rounded
 
-    def _round_unread(self, buckets: BucketSet, name: str, new: Tensor) -> Tensor | None:
-        """Keeps the gradient until `settle`, one of each parameter at most."""
-        if name in self._unread:
+    def _round_unread(self, buckets: BucketSet, name: str, new: Tensor, rank: int) -> Tensor | None:
+        """Keeps the gradient until `settle`, one of each parameter and micro-batch at most."""
+        if (name, rank) in self._unread:
             self.settle(buckets)
-        found = self._grid.round_unread(name, new.detach())
+        found = self._grid.round_unread(name, new.detach(), rank)
         if found is None:
             return None
         rounded, share, unit = found
-        self._unread[name] = new, share, unit  # not a view, whose memory autograd may hand on
+        self._unread[name, rank] = new, share, unit  # not a view, whose memory autograd may hand on
         return rounded
 
     def _round_in_place(
@@ -93,7 +104,7 @@ class ExactSums:
     ) -> Tensor | None:
         """Rounds a large gradient where it is to be, for new memory costs more than rounding."""
         held, view = p.grad, buckets.views[name]
-        if name not in buckets.plan.large or not has_form_of(view, gradient):
+        if not has_form_of(view, gradient):
             return self._grid.round(name, gradient)
         if held is None:
             # Another tensor in the bucket's memory, which autograd takes over as it is.
@@ -102,24 +113,71 @@ class ExactSums:
             return self._grid.round(name, gradient, held, adds=True)
         return self._grid.round(name, gradient)
 
+    def _complete_divided(
+        self, buckets: BucketSet, divided: Mapping[str, nn.Parameter]
+    ) -> Collection[str]:
+        """Adds what was off the grid where all of it is here; returns the parameters' names."""
+        self.settle(buckets)
+        found = {n: buckets.off_grid.pop(n) for n in divided if n in buckets.off_grid}
+        for name, apart in found.items():
+            held = divided[name].grad
+            assert held is not None  # zeros at least took its place
+            held.detach().copy_(apart.total().add_(held))
+        return found
+
     def follow(
-        self, summed: Mapping[str, nn.Parameter], off_grid: Collection[str], num_exchanges: int
+        self,
+        buckets: BucketSet,
+        summed: Mapping[str, nn.Parameter],
+        divided: Mapping[str, nn.Parameter],
+        num_exchanges: int,
     ) -> None:
-        """After an exchange: the next units follow its sums."""
-        self._grid.num_completed += bool(off_grid)
-        names = self._grid.names_to_look_at(num_exchanges, summed, off_grid)
-        totals = {name: total for name in names if (total := summed[name].grad) is not None}
+        """After an exchange: the next units follow its sums.
+
+        Args:
+            buckets: of the exchange, whose own sums are complete.
+            summed: name -> parameter that they have a sum for.
+            divided: name -> parameter that only this worker has, whose sum is completed here.
+            num_exchanges: so far.
+        """
+        completed = buckets.completed or ()
+        self.num_completed += bool(completed)
+        off_grid = {*completed, *self._complete_divided(buckets, divided)}
+        of_all = {**summed, **divided}
+        names = self._grid.names_to_look_at(num_exchanges, of_all, off_grid)
+        totals = {name: total for name in names if (total := of_all[name].grad) is not None}
         self._grid.look_at(totals, off_grid)
 
     def state_dict(self) -> dict[str, Any]:
         """The grid, and the threads that a worker's products depend on."""
         return {"grid": self._grid.state_dict(), "num_threads": self._num_threads}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`, or from the state of an exchange without exact sums."""
+    def gather_state(self, comm: Communicator, divided: Collection[str]) -> dict[str, Any]:
+        """The same with what others know of parameters that only they have, on rank 0. Collective.
+
+        Args:
+            comm: the workers.
+            divided: the parameters that only this worker has.
+        """
+        state = self.state_dict()
+        tops = state["grid"]["tops"]
+        own = {name: tops[name].cpu() for name in divided if name in tops}
+        for found in comm.gather_object(own) or ():
+            tops.update(found)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Container[str]) -> None:
+        """Goes on from `state_dict`, or from the state of an exchange without exact sums.
+
+        Args:
+            state: of all workers' parameters.
+            names: of the parameters that this worker has.
+        """
         self._warn_of_other_threads(state.get("num_threads"))
         if state.get("grid"):
-            self._grid.load_state_dict(state["grid"], self._device)
+            tops = state["grid"]["tops"].items()
+            own = {name: top for name, top in tops if name in names}
+            self._grid.load_state_dict({"tops": own}, self._device)
 
     @property
     def _num_threads(self) -> int | None:

@@ -75,7 +75,9 @@ class Exchange(ABC):
         """Takes up the model, with the workers that `comm` is of now."""
         model, comm, policy = self.model, self.comm, self.policy
         self._parameters = ParameterSet(model)
-        self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
+        rounded = WeakHook(self, type(self)._round_divided) if self.is_exact else None
+        scaled = WeakHook(self, type(self)._scale_divided)
+        self._divided = DividedParameters(model, scaled, rounded)
         self.shards: Mapping[str, Shard] = shards_of(model)
         self._parts = PartGradients(
             model, self._parameters, self._divided, self.shards, comm, is_exact=self.is_exact
@@ -537,10 +539,16 @@ class Exchange(ABC):
                 self._refuse_left_out(name)
             self._backward_pass.request()
 
-    def _scale_divided(self, gradient: Tensor | None) -> Tensor | None:
+    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
         scale = self.batch.scale
         return None if gradient is None or scale == 1 else gradient * scale
+
+    def _round_divided(
+        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
+    ) -> Tensor | None:
+        """What takes the place of the gradient of a worker's data, with exact sums."""
+        return None
 
     def _on_output_gradient(self, _: Tensor) -> None:
         if not self._num_suspended:

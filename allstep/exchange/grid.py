@@ -80,9 +80,8 @@ class Grid:
         self._units: dict[str, Unit] = {}  # for the present number of terms
         self._num_terms = 1
         self._num_terms_each = 1
-        self._num_added: dict[str, int] = {}  # in this micro-batch
+        self._num_added: dict[tuple[str, int], int] = {}  # in this micro-batch, by (name, rank)
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.num_completed = 0  # exchanges of which a part was summed apart
 
     def begin(self, num_micro_batches: int, num_terms_each: int = 1) -> None:
         """A global batch begins.
@@ -103,7 +102,13 @@ class Grid:
         self._num_added.clear()
 
     def round(
-        self, name: str, gradient: Tensor, out: Tensor | None = None, *, adds: bool = False
+        self,
+        name: str,
+        gradient: Tensor,
+        out: Tensor | None = None,
+        *,
+        adds: bool = False,
+        rank: int = 0,
     ) -> Tensor | None:
         """The gradient on the grid, or None if it does not fit.
 
@@ -112,11 +117,12 @@ class Grid:
             gradient: of one micro-batch, weighed; dense and real.
             out: where to put it, of the same shape; None for new memory.
             adds: whether to add it to what `out` holds, which stays as it is if it does not fit.
+            rank: of the worker whose micro-batch it is, where several workers' come here.
 
         Returns:
             `out`, or what was made.
         """
-        unit = self._unit_of(name, gradient)
+        unit = self._unit_of(name, gradient, rank)
         if unit is None or not gradient.numel():
             return None if unit is None else gradient if out is None else out
         order = _order_in_memory(gradient if out is None else out)
@@ -134,19 +140,22 @@ class Grid:
             return rounded
         return out.add_(rounded) if adds else out.copy_(rounded)
 
-    def round_unread(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor, Unit] | None:
+    def round_unread(
+        self, name: str, gradient: Tensor, rank: int = 0
+    ) -> tuple[Tensor, Tensor, Unit] | None:
         """The gradient on the grid, or zeros if it does not fit, which the host doesn't wait for.
 
         Args:
             name: of the parameter.
             gradient: as for `round`.
+            rank: as for `round`.
 
         Returns:
             The gradient; how much of its limits its largest elements take, a scalar that only the
             device knows yet; and the unit that says whether this is good. None if nothing is known
             of the parameter, so that it does not fit.
         """
-        unit = self._unit_of(name, gradient)
+        unit = self._unit_of(name, gradient, rank)
         if unit is None or not gradient.numel():
             return None
         order = _order_in_memory(gradient)
@@ -157,9 +166,9 @@ class Grid:
         torch.add(rows, unit.shift, out=rounded).sub_(unit.shift).masked_fill_(is_off, 0.0)
         return _from_rows(rounded, gradient.shape, order), share, unit
 
-    def _unit_of(self, name: str, gradient: Tensor) -> Unit | None:
+    def _unit_of(self, name: str, gradient: Tensor, rank: int) -> Unit | None:
         """How to round another gradient of the micro-batch; None if nothing is known."""
-        num_added = self._num_added[name] = self._num_added.get(name, 0) + 1
+        num_added = self._num_added[name, rank] = self._num_added.get((name, rank), 0) + 1
         top = self._tops.get(name)
         if top is None or num_added > self._num_terms_each:
             return None

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
@@ -193,6 +194,14 @@ class AccumulationHook:
     def remove(self) -> None:
         """Removes it."""
         self._handle.remove()
+
+
+def will_accumulate(p: nn.Parameter) -> bool:
+    """Whether the backward pass that is running adds to `p.grad`, for hooks before it does."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
+    except RuntimeError:  # it is `torch.autograd.grad` of the parameter
+        return False
 
 
 def _copied_hook() -> Callable[..., None]:

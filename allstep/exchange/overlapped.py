@@ -16,7 +16,7 @@ from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.comparison import BucketComparison
 from allstep.exchange.exact_sums import ExactSums
 from allstep.exchange.exchange import Exchange
-from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
+from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, will_accumulate
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
 from allstep.exchange.piggyback import reads_late
@@ -79,6 +79,7 @@ class OverlappedExchange(Exchange):
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
         self._held = HeldGradients()
+        self._rounded_calls: set[str] = set()  # parameters only here, whose `p.grad` is next
         self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
         self._has_residuals = False
@@ -136,7 +137,7 @@ class OverlappedExchange(Exchange):
             **self._bucketing.state_dict(),
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
-            **({} if self._exact is None else self._exact.state_dict()),
+            **self._gather_exact_state(),
             "in_flight": [
                 buckets.state_dict(self._parameters.trained, self._divisor(buckets))
                 for buckets in in_flight
@@ -151,11 +152,14 @@ class OverlappedExchange(Exchange):
         super().load_state_dict(state)
         was_active = self._is_active
         if self._exact is not None:
-            self._exact.load_state_dict(state)
+            self._exact.load_state_dict(state, dict(self.model.named_parameters()))
         if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
-        names = sorted(name for bucket in state["buckets"] for name in bucket)
-        if names != sorted(self._parameters.trained):
+        names = {name for bucket in state["buckets"] for name in bucket}
+        others = names ^ self._parameters.trained.keys()
+        if others and self._exact is not None and self._divided.may_have(others):
+            return  # divided over other workers; the grid is all that the sums depend on
+        if others:
             raise CheckpointError(
                 "The checkpoint's exchange is of other parameters than the model's; resume with"
                 " the model as it was."
@@ -311,18 +315,54 @@ class OverlappedExchange(Exchange):
         off_grid = self._buckets.off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
-    def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
+    def _round(
+        self, name: str, p: nn.Parameter, new: Tensor | None, rank: int = 0
+    ) -> Tensor | None:
         """What is to be added to `p.grad`; None for the gradient as it is."""
         if new is None or new.layout != torch.strided or self._rounder is None:
             return None
-        return self._rounder.round(self._buckets, name, p, new)
+        return self._rounder.round(self._buckets, name, p, new, rank)
 
-    def _complete(self, buckets: BucketSet) -> tuple[str, ...]:
+    def _round_divided(
+        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
+    ) -> Tensor | None:
+        if not will_accumulate(p):
+            return None
+        self._rounded_calls.add(name)
+        return self._round(name, p, gradient, rank)
+
+    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        if self._rounder is not None and gradient is not None and name not in self._rounded_calls:
+            self._fail(
+                f"Parameter `{name}` got a gradient that no call of its layer has made, as by"
+                " reentrant checkpointing in an expert. With exact sums use `use_reentrant=False`,"
+                " and experts in their layer only."
+            )
+        self._rounded_calls.discard(name)
+        return super()._scale_divided(name, gradient)
+
+    def _finish_sums(
+        self, buckets: BucketSet, summed: Mapping[str, nn.Parameter], divisor: Tensor | None
+    ) -> None:
+        """The sums are there, but for what was off the grid of what only this worker has."""
+        if self._rounder is not None:
+            self._rounder.follow(buckets, summed, self.divided, self.num_exchanges)
+        self._divide_sums(summed.values(), divisor)
+
+    def _gather_exact_state(self) -> dict[str, Any]:
+        """What sums depend on, whole on rank 0. Collective where workers have parts of a model."""
+        if self._exact is None:
+            return {}
+        if not self.is_divided:
+            return self._exact.state_dict()
+        return self._exact.gather_state(self.comm, self.divided)
+
+    def _complete(self, buckets: BucketSet) -> None:
         """Adds what was off the grid to sums that have come. Collective."""
         if self._exact is None or self._failure is not None:
-            return ()  # without a look at flags, for which the host would wait
+            return  # without a look at flags, for which the host would wait
         is_alone = self.comm.size == 1 or not self._reducer.adds_up
-        return buckets.complete(None if is_alone else self.comm)
+        buckets.complete(None if is_alone else self.comm)
 
     # -- the end of a backward pass --------------------------------------------------------------
 
@@ -330,7 +370,7 @@ class OverlappedExchange(Exchange):
         buckets = self._buckets
         if not buckets.flats:
             if self.is_divided:
-                self._divide_sums((), self.batch.agree_on_divisor())
+                self._finish_sums(buckets, {}, self.batch.agree_on_divisor())
             return {}
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
@@ -349,7 +389,7 @@ class OverlappedExchange(Exchange):
         """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
         # With a grid all look at the flags anyway, and go on by them.
         self._comparison.receive(buckets.tail, now=self._exact is not None)
-        off_grid = self._complete(buckets)
+        self._complete(buckets)
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / buckets.amp_scale
             if factor != 1:
@@ -363,9 +403,7 @@ class OverlappedExchange(Exchange):
             for name, p in summed.items():
                 if p.grad is not views[name]:  # most gradients lie there already
                     buckets.deliver(name, p)
-            if self._rounder is not None:
-                self._rounder.follow(summed, off_grid, self.num_exchanges)
-            self._divide_sums(summed.values(), self._divisor(buckets))
+            self._finish_sums(buckets, summed, self._divisor(buckets))
         if buckets.plan is self._plan:
             self._idle.append(buckets)
         return summed
@@ -380,7 +418,8 @@ class OverlappedExchange(Exchange):
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
         if self.batch.step is not None:
-            held = "" if self._exact is None else self._held.in_words()
+            trained = self._parameters.trained
+            held = "" if self._exact is None else self._held.in_words(trained)
             return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}{held}"
         return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
 
@@ -423,7 +462,10 @@ class OverlappedExchange(Exchange):
     def _carry(self, names: Iterable[str] | None = None) -> None:
         if self.policy.staleness or self._rounder is not None:
             trained = self._parameters.trained
-            self._held.take(trained if names is None else {n: trained[n] for n in names})
+            if names is None:
+                self._held.take({**trained, **self.divided})
+            else:
+                self._held.take({n: trained[n] for n in names})
         else:
             super()._carry(names)
 
@@ -466,7 +508,7 @@ class OverlappedExchange(Exchange):
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
         if self._exact is not None:
-            self._exact.refuse_complex(self._parameters)
+            self._exact.refuse_complex({**self._parameters.trained, **self.divided})
         self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
         self._reducer.set_layouts(self._plan.layouts)
         self._idle.clear()

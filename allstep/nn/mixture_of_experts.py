@@ -235,7 +235,7 @@ class MixtureOfExperts(nn.Module):
         num_local = len(self._numbers)
         sizes = [sum(num_sent[i : i + num_local]) for i in range(0, self.num_experts, num_local)]
         received = all_to_all(self._rounds.channel, torch.split(sent, sizes))
-        made = [self._run(call, x) for call, x in zip(calls, received, strict=True)]
+        made = [self._run(rank, call, received[rank]) for rank, call in enumerate(calls)]
         return torch.cat(all_to_all(self._rounds.channel, made))
 
     def _meet(self, own: "_Call") -> list["_Call"]:
@@ -248,7 +248,7 @@ class MixtureOfExperts(nn.Module):
         told = (list(own.num_sent), own.seed, own.autocast)
         return [_Call(*other) for other in self._rounds.gather(place, told)]
 
-    def _run(self, call: "_Call", tokens: Tensor) -> Tensor:
+    def _run(self, rank: int, call: "_Call", tokens: Tensor) -> Tensor:
         """This worker's experts on the tokens of one call; [Note: experts and micro-batches]."""
         parts = torch.split(tokens, [call.num_sent[number] for number in self._numbers])
         made = []
@@ -256,7 +256,8 @@ class MixtureOfExperts(nn.Module):
             y = part
             if len(part):
                 with call.context(self._seeded, number, part.device):
-                    y = self.experts[str(number)](part)
+                    # A product of few rows has other last bits where memory begins elsewhere.
+                    y = self.experts.call(str(number), part.clone(), rank)
             _check_output(y, part)
             made.append(y.to(part.dtype))
         return torch.cat(made)
@@ -360,7 +361,9 @@ def _layers(model: nn.Module) -> list[MixtureOfExperts]:
     return [layer for layer in modules if layer.experts.comm.size > 1]
 
 
-def serve_others(model: nn.Module, num_calls: int) -> None:
+def serve_others(
+    model: nn.Module, num_calls: int, begin_micro_batch: Callable[[], None] = lambda: None
+) -> None:
     """Runs this worker's experts for calls that only others make. Collective if any has such.
 
     [Note: rounds without samples] Workers meet in each call of a layer with experts. Those with
@@ -370,12 +373,14 @@ def serve_others(model: nn.Module, num_calls: int) -> None:
     Args:
         model: the same on all workers; whether its backward pass runs too, the gradient mode says.
         num_calls: how often this worker is about to call it.
+        begin_micro_batch: called before the calls of another micro-batch.
     """
     layers = _layers(model)
     if not layers:
         return
     told = layers[0]._rounds.gather("the beginning of a global batch or evaluation", num_calls)
     for _ in range(max(told) - num_calls):
+        begin_micro_batch()
         delegates = [layer.serve() for layer in layers]
         for delegate in reversed(delegates):
             if delegate.requires_grad:

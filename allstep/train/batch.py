@@ -302,13 +302,14 @@ class Batch:
         """Has this worker's experts at work where others have more micro-batches."""
         for exchange in self._exchanges:
             model, num = exchange.model, self._num_local_micro_batches
+            begin = exchange.begin_micro_batch
             if isinstance(model, Pipeline):
                 if model.has_divided_experts and not num:
                     with exchange.no_sync():
-                        model.run(())
+                        model.run((), begin_backward=begin)
             elif exchange.is_divided:
                 with exchange.no_sync():
-                    serve_others(model, num)
+                    serve_others(model, num, begin)
 
     def _synchronize(self) -> None:
         for exchange in self._exchanges:

@@ -64,7 +64,7 @@ def _of_names(parts: Sequence[State], exchange: Exchange) -> State:
     if parts[0].get("grid"):
         tops = [part["grid"]["tops"] for part in parts]
         own = {}
-        for name in exchange.trained:
+        for name in exchange.with_gradients:
             shard = exchange.shards.get(name)
             if found := [known[name] for known in tops if name in known]:
                 own[name] = _at_place(found, None if shard is None else shard.comm)

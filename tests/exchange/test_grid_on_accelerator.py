@@ -16,6 +16,7 @@ import allstep
 from allstep import Communicator, device
 from allstep.exchange import Stale, Synchronous, attach
 from allstep.exchange.exact_sums import ExactSums
+from allstep.nn import MixtureOfExperts
 from tests.exchange.test_grid import EXACT, noise, sums_of, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.streams import StreamsAsNames
@@ -130,3 +131,30 @@ def test_local_gradients_hold_what_was_not_looked_at_yet() -> None:
     alone = worker(Communicator.single_process())
     assert alone[1].abs().max() > 1e8
     assert all(map(torch.equal, on_accelerators(1, worker)[0], alone))
+
+
+def test_experts_on_other_workers_have_the_same_bits() -> None:
+    """Which come to an expert's worker in one pass; some leave the grid."""
+
+    def worker(comm: Communicator) -> list[Tensor]:
+        layer = MixtureOfExperts(lambda: nn.Linear(5, 5), comm, 5, 6, top_k=2, seed=0).float()
+        with torch.no_grad():
+            for name, p in layer.named_parameters():
+                number = int(name.split(".")[1]) if name.startswith("experts") else 0
+                p.copy_(torch.linspace(-1, 1 + number, p.numel()).sin().view_as(p))
+        exchange = attach(layer, comm, EXACT)
+        data = TensorDataset(noise(20, 4, 5), torch.tensor([1.0] * 11 + [1e6, 1e-7, 0.0] * 3))
+        loader = allstep.data.loader(data, comm, global_batch=5, micro_batch=1, shuffle=False)
+        found = []
+        for batch in allstep.steps(loader, exchange):
+            for x, factor in batch:
+                y, balance = layer(x)
+                batch.backward((y.square().mean() + balance) * factor.mean())
+            own = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+            whole = {name: x for part in comm.all_gather_object(own) for name, x in part.items()}
+            found += [whole[name] for name in sorted(whole)]
+            found.append(exchange.clip_grad_norm_(1.0))
+            layer.zero_grad()
+        return found
+
+    assert_same_on_accelerators(worker)

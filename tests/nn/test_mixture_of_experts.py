@@ -23,6 +23,7 @@ from tests.helpers.ranks import run_ranks
 
 D, E = 4, 12  # features, and experts: they divide over 1, 2, 3 and 4 workers
 SIZES = [2, 3, 4]
+EXACT = allstep.Synchronous(compression="exact")
 LAYERS = {
     "top 1": {"top_k": 1},
     "top 2": {"top_k": 2},
@@ -390,11 +391,15 @@ def clip_over_all(exchange: Any) -> None:
         {"policy": allstep.Synchronous(overlap=False, bucket_bytes=64)},
         {"weigh": True},
         {"weigh": True, "policy": allstep.Synchronous(plain=True)},
+        {"weigh": True, "policy": EXACT},
         {"shares": [1, 4, 1]},
         {"num_passes": 2},
         {"clip": clip_over_all},
     ],
-    ids=["plain", "no overlap", "weights", "weights, plain", "shares", "two passes", "clipping"],
+    ids=[
+        *("plain", "no overlap", "weights", "weights, plain", "weights, exact", "shares"),
+        *("two passes", "clipping"),
+    ],
 )
 def test_training_in_other_ways(
     options: dict[str, Any], run: Callable[..., dict[str, Tensor]]
@@ -519,7 +524,7 @@ def test_one_expert_that_is_frozen_and_thawed() -> None:
     assert norms[0] > 0 and norms[1] == 0 and norms[2] > 0
 
 
-@pytest.mark.parametrize("policy", [allstep.Synchronous(), allstep.Synchronous(plain=True)])
+@pytest.mark.parametrize("policy", [allstep.Synchronous(), allstep.Synchronous(plain=True), EXACT])
 @pytest.mark.parametrize("weight", [None, 3.0])
 def test_only_experts_are_trained(weight: float | None, policy: allstep.Synchronous) -> None:
     """There is nothing to exchange but the losses' weights."""
@@ -744,11 +749,10 @@ def test_a_call_of_one_worker_only() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        allstep.Stale(steps=1),
-        allstep.LocalSGD(sync_every=2),
-        allstep.Synchronous(compression="exact"),
+        allstep.Stale(steps=1, compression="exact"),
+        allstep.LocalSGD(sync_every=2, compression="exact"),
     ],
-    ids=["stale", "local", "exact"],
+    ids=["stale", "local"],
 )
 def test_policies_that_need_whole_models(policy: Any) -> None:
     def attach(comm: Communicator) -> None:

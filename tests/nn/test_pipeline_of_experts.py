@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import allstep
 from allstep import Communicator, UsageError
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts, Pipeline, tensor_parallel
@@ -21,6 +22,7 @@ from tests.nn.test_pipeline import (
     Trained,
     assert_other,
     assert_same,
+    assert_same_bits,
     inputs_of,
     keep,
     mean_error,
@@ -80,13 +82,20 @@ def make(comm: Communicator, schedule: str = "1f1b", **axes: int) -> tuple[Pipel
     return model, mesh["data"]
 
 
-def trained(comm: Communicator, schedule: str = "1f1b", num: int = 46, **axes: int) -> Trained:
+def trained(
+    comm: Communicator,
+    schedule: str = "1f1b",
+    num: int = 46,
+    policy: allstep.Synchronous | None = None,
+    **axes: int,
+) -> Trained:
     model, data = make(comm, schedule, **axes)
-    found = train(model, data, lambda batch: batch.run(model), num, clip_norm=CLIP_NORM)
+    found = train(model, data, lambda batch: batch.run(model), num, policy, clip_norm=CLIP_NORM)
     return found._replace(state=whole_state(model))
 
 
 CLIP_NORM = 0.3
+EXACT = allstep.Synchronous(compression="exact")
 SHORT = 42  # samples, of which an epoch's last global batch has one micro-batch: one copy has none
 
 
@@ -95,6 +104,7 @@ def variants(comm: Communicator, axes: dict[str, int]) -> dict[str, Trained]:
     return {
         "uneven": trained(comm, **axes),
         "short": trained(comm, "interleaved", num=SHORT, **axes),
+        "exact": trained(comm, num=SHORT, policy=EXACT, **axes),
     }
 
 
@@ -105,6 +115,8 @@ def test_stages_with_experts_are_the_same_model() -> None:
     stages = makers(Communicator.single_process())
     expected = plainly(clip_norm=CLIP_NORM, stages=stages)
     short = plainly(clip_norm=CLIP_NORM, stages=stages, num=SHORT)
+    alone = Communicator.single_process()
+    exact = trained(alone, num=SHORT, policy=EXACT, data=1, pipeline=1)
     for spoilt in ("seeds", "weights"):
         assert_other(plainly(clip_norm=CLIP_NORM, stages=stages, spoilt=spoilt), expected)
     meshes: list[dict[str, int]] = [
@@ -115,6 +127,8 @@ def test_stages_with_experts_are_the_same_model() -> None:
         for of_worker in run_processes(prod(axes.values()), variants, axes, timeout_s=200):
             assert_same(of_worker["uneven"], expected)
             assert_same(of_worker["short"], short)
+            if "tensor" not in axes:
+                assert_same_bits(of_worker["exact"], exact)
 
 
 def kept(
@@ -122,7 +136,7 @@ def kept(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Parameters, and losses in eval mode, of which each copy has some less than the one before."""
     model, data = make(comm, **axes)
-    keep(model, data, run_dir, stops_after)
+    keep(model, data, run_dir, stops_after, EXACT)
     given = samples(46)
     cut = [given[:4], given[4:8], given[8:10]]
     return whole_state(model), model.eval().evaluate(cut[data.rank :])
@@ -130,7 +144,9 @@ def kept(
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The checkpoint's workers computed with")
 def test_stages_with_experts_go_on_on_another_mesh(tmp_path: Path) -> None:
+    """With exact sums, whose grid goes along with its experts and stages."""
     alone = Communicator.single_process()
     one = {"data": 1, "pipeline": 1}
     expected, losses = kept(alone, one, tmp_path / "straight", None)
