@@ -202,7 +202,6 @@ class Text(TokenRecipe):
         if not 0 <= self.balance_weight < math.inf:
             raise UsageError(f"`balance_weight` (={self.balance_weight}) must be 0 or more.")
         needs_whole = {
-            "compression": self.compression == "exact",
             "staleness": self.staleness > 0,
             "sync_every": self.sync_every is not None,
         }

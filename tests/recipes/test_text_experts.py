@@ -1,5 +1,6 @@
 """`text` with experts that are divided over workers: the run of one worker, and what it refuses."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ from allstep import Communicator, UsageError
 from allstep.nn import MixtureOfExperts
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
+from allstep.train import read_checkpoint
+from allstep.train.packing import tensors_in
+from tests.helpers.compare import differing_names
 from tests.helpers.divided import Found, keep_one_checkpoint, largest_difference, merged
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
@@ -127,6 +131,32 @@ def test_experts_in_processes(folder: Path, tmp_path: Path) -> None:
     assert largest_difference(one, merged(both)) < 1e-10
 
 
+@pytest.mark.process
+def test_exact_sums_of_experts_in_processes(folder: Path, tmp_path: Path) -> None:
+    """Parameters, moments, units of the grid, logged losses and evaluation."""
+    changes = {"precision": "float32", "clip_norm": 0.2, "train_share": 0.3, "threads": 1}
+    recipe = small(folder, compression="exact", **changes)
+    one = train_alone(Communicator.single_process(), recipe, tmp_path / "one")
+    both = run_processes(2, train_alone, recipe, tmp_path / "both", timeout_s=100)
+    assert largest_difference(one, merged(both)) == 0
+    tensors, same = (tensors_in(read_checkpoint(newest(tmp_path / n))) for n in ("one", "both"))
+    assert not differing_names(tensors, same)
+    assert logged(tmp_path / "one") == logged(tmp_path / "both")
+    rounded = small(folder, **changes)
+    other = run_processes(2, train_alone, rounded, tmp_path / "fp32", timeout_s=100)
+    assert largest_difference(one, merged(other)) > 0
+    assert logged(tmp_path / "one") != logged(tmp_path / "fp32")
+
+
+def newest(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("step-*"))
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in x.items() if k not in ("samples_per_s", "time")} for x in lines]
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 4), (1, 2)))],
@@ -218,7 +248,6 @@ def test_one_workers_bad_gradient_skips_the_step_on_all(folder: Path, train: Tra
         ({"top_k": 3}, r"`top_k` \(=3\) must divide the 64 hidden features"),
         ({"capacity_factor": 0.0}, r"`capacity_factor` \(=0.0\) must be positive"),
         ({"balance_weight": -1.0}, r"`balance_weight` \(=-1.0\) must be 0 or more"),
-        ({"compression": "exact"}, r"`compression` \(='exact'\) is for models that are whole"),
         ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
         ({"sync_every": 2}, r"`sync_every` \(=2\) is for models that are whole"),
     ],
