@@ -157,6 +157,12 @@ def logged(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in x.items() if k not in ("samples_per_s", "time")} for x in lines]
 
 
+def test_experts_are_not_elastic(folder: Path, tmp_path: Path) -> None:
+    recipe, comm = small(folder, compression="exact"), Communicator.single_process()
+    with pytest.raises(UsageError, match=r"task.model.blocks.0.mlp.experts` is divided over work"):
+        allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run", elastic=True)
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 4), (1, 2)))],
