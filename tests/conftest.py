@@ -95,9 +95,8 @@ def _processes_are_forked_from_one_that_has_all(request: pytest.FixtureRequest) 
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _each_rank_seeds_its_own_generator() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "manual_seed", generators.manual_seed)
+def _each_rank_has_its_own_generator() -> Iterator[None]:
+    with generators.own_generators():
         yield
 
 

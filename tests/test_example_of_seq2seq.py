@@ -18,7 +18,7 @@ from allstep.comm import Mesh
 from allstep.nn import Chain
 from examples import seq2seq
 from tests.helpers.compare import state_difference
-from tests.helpers.generators import ThreadGenerator, seeded_thread, thread_generators  # noqa: F401
+from tests.helpers.generators import seeded_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -77,13 +77,12 @@ def trained(
 
 
 def test_seq2seq_is_the_same_on_any_number_of_workers(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
     words: TensorDataset,
 ) -> None:
     def work(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, float]]:
-        with thread_generators():
-            mesh, model = trained(comm, words, OPTIONS)
-            return model.state_dict(), seq2seq.test(mesh, model, words)
+        mesh, model = trained(comm, words, OPTIONS)
+        return model.state_dict(), seq2seq.test(mesh, model, words)
 
     [(lone, rates)] = run_ranks(1, work)
     for num_workers in (2, 4):

@@ -3,7 +3,6 @@
 import gzip
 import wave
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from allstep import Communicator, UsageError
 from examples import speech
 from examples.speech import Recording
 from tests.helpers.compare import state_difference
-from tests.helpers.generators import (
-    ThreadGenerator,
-    seed_this_thread,
-    thread_generators,  # noqa: F401
-)
+from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
 TEXTS = ["a", "is set to", "press one", "oh", "thank you", "x", "goodbye", "to exit", "it's", "six"]
@@ -41,23 +36,10 @@ def made_recordings() -> list[Recording]:
     ]
 
 
-@pytest.fixture
-def generators(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> type[ThreadGenerator]:
-    """Samples are drawn from the thread's own generator, too."""
-    monkeypatch.setattr(import_module("allstep.data.fetch"), "seed_all", seed_this_thread)
-    return thread_generators
-
-
-def assert_same_on_workers(
-    recordings: list[Recording], options: speech.Options, generators: type[ThreadGenerator]
-) -> None:
+def assert_same_on_workers(recordings: list[Recording], options: speech.Options) -> None:
     def work(comm: Communicator) -> tuple[dict[str, float], dict[str, Tensor]]:
-        with generators():
-            model = speech.train(comm, recordings, options)
-            return speech.evaluate(comm, model, recordings, options), model.state_dict()
+        model = speech.train(comm, recordings, options)
+        return speech.evaluate(comm, model, recordings, options), model.state_dict()
 
     [(lone_found, lone)] = run_ranks(1, work)
     for num_workers in (2, 3):
@@ -68,9 +50,9 @@ def assert_same_on_workers(
 
 
 def test_it_is_the_same_on_any_number_of_workers(
-    generators: type[ThreadGenerator],
+    thread_generators: None,  # noqa: F811
 ) -> None:
-    assert_same_on_workers(made_recordings(), small(), generators)
+    assert_same_on_workers(made_recordings(), small())
 
 
 def gradient(model: nn.Module) -> Tensor:
@@ -265,8 +247,8 @@ def test_real_recordings_are_those_of_the_guide() -> None:
 
 @needs_recordings
 def test_real_recordings_train_the_same_net_on_any_number_of_workers(
-    generators: type[ThreadGenerator],
+    thread_generators: None,  # noqa: F811
 ) -> None:
     recordings = speech.read_recordings(speech.Options(max_s=0.9))[:8]
     assert len({len(recording.waveform) for recording in recordings}) > 5
-    assert_same_on_workers(recordings, small(), generators)
+    assert_same_on_workers(recordings, small())

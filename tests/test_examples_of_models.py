@@ -12,7 +12,7 @@ from allstep import Communicator
 from allstep.recipes.digits import Digits
 from examples import dcgan, dynamic_net, parameter_server
 from tests.helpers.compare import state_difference
-from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
+from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
@@ -28,7 +28,7 @@ def assert_same(state: State, other: State) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_dcgan_is_the_same_on_any_number_of_workers(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
     staleness: int,
 ) -> None:
     options = dcgan.Options(
@@ -37,8 +37,7 @@ def test_dcgan_is_the_same_on_any_number_of_workers(
     )  # fmt: skip
 
     def work(comm: Communicator) -> list[State]:
-        with thread_generators():
-            return [net.state_dict() for net in dcgan.train(comm, IMAGES, options).nets]
+        return [net.state_dict() for net in dcgan.train(comm, IMAGES, options).nets]
 
     [lone] = run_ranks(1, work)
     for num_workers in (2, 3):
@@ -101,16 +100,15 @@ def small_games(**changes: Any) -> Any:
 
 @needs_gymnasium
 def test_actor_critic_is_the_same_on_any_number_of_workers(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     from examples import actor_critic
 
     options = small_games()
 
     def work(comm: Communicator) -> tuple[float, State]:
-        with thread_generators():
-            model = actor_critic.train(comm, options)
-            return actor_critic.test(comm, model, small_games(test_episodes=7)), model.state_dict()
+        model = actor_critic.train(comm, options)
+        return actor_critic.test(comm, model, small_games(test_episodes=7)), model.state_dict()
 
     [(lone_return, lone)] = run_ranks(1, work)
     for num_workers in (2, 3):
@@ -121,7 +119,7 @@ def test_actor_critic_is_the_same_on_any_number_of_workers(
 
 @needs_gymnasium
 def test_actor_critic_weighs_steps_not_episodes_nor_workers(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     """One update's gradient is that of the mean over all steps; means of means are others."""
     from examples import actor_critic

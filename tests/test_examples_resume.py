@@ -16,9 +16,8 @@ from allstep import Communicator
 from examples import dcgan, dynamic_net, seq2seq, speech
 from tests import test_example_of_seq2seq, test_example_of_speech, test_examples_of_models
 from tests.helpers.compare import differing_names, state_difference
-from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
+from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
-from tests.test_example_of_speech import generators  # noqa: F401
 
 State = dict[str, Tensor]
 
@@ -95,12 +94,11 @@ def test_an_example_that_crashed_ends_with_the_same_bits(
     num_updates: int,
     num_workers: int,
     tmp_path: Path,
-    generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     def lives(run_dir: Path | None) -> list[State]:
         def life(comm: Communicator) -> State:
-            with generators():
-                return train(comm, run_dir)
+            return train(comm, run_dir)
 
         return run_ranks(num_workers, life)
 
@@ -114,7 +112,7 @@ def test_an_example_that_crashed_ends_with_the_same_bits(
 
 def test_seq2seq_that_crashed_ends_with_the_same_bits(
     tmp_path: Path,
-    generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     """On a pair of ranks, and gone on with alone."""
     dictionary = tmp_path / "cmudict.dict"
@@ -124,9 +122,8 @@ def test_seq2seq_that_crashed_ends_with_the_same_bits(
     def lives(num_workers: int, run_dir: Path | None) -> State:
         def life(comm: Communicator) -> State:
             options = replace(test_example_of_seq2seq.OPTIONS, run_dir=run_dir)
-            with generators():
-                _, model = test_example_of_seq2seq.trained(comm, words, options)
-                return model.state_dict()
+            _, model = test_example_of_seq2seq.trained(comm, words, options)
+            return model.state_dict()
 
         return {name: x for state in run_ranks(num_workers, life) for name, x in state.items()}
 

@@ -2,12 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from allstep.comm import Communicator
 from allstep.doctor import RunRecord, WorkerRecord
 from allstep.doctor.verify.recorder import Recorder
-from tests.helpers.generators import seed_this_thread
 from tests.helpers.ranks import run_ranks
 
 
@@ -22,7 +20,6 @@ def leave() -> None:
 def record_ranks(
     recorders: Sequence[Recorder],
     train: Callable[[Communicator], object],
-    generators: Callable[[], contextlib.AbstractContextManager[Any]],
     axes: Mapping[str, int] | None = None,
 ) -> RunRecord:
     """What the recorders write down; they are closed afterwards.
@@ -30,18 +27,12 @@ def record_ranks(
     Args:
         recorders: one a rank, which call `leave` at the end.
         train: the script, on a rank.
-        generators: the fixture `thread_generators`.
         axes: of the mesh that was asked for.
     """
 
     def work(comm: Communicator) -> WorkerRecord:
         recorder = recorders[comm.rank]
-        seed_this_thread(comm.rank)
-        with (
-            generators(),
-            contextlib.suppress(EnoughError),
-            contextlib.closing(recorder.ablation),
-        ):
+        with contextlib.suppress(EnoughError), contextlib.closing(recorder.ablation):
             train(comm)
         return recorder.record
 

@@ -42,7 +42,7 @@ def compare(attached, thread_generators):  # noqa: F811
         recorders = [Recorder(rank, num_steps, leave, without) for rank in range(size)]
         attached.update(enumerate(recorders))
         train = partial(getattr(TRAIN, f"{loop}_loop"), bug)
-        return record_ranks(recorders, train, thread_generators)
+        return record_ranks(recorders, train)
 
     def run(loop: str, bug: str, size: int = 2, num_steps: int = 4) -> Diagnosis:
         def rerun(without, steps):

@@ -31,7 +31,7 @@ def compare(monkeypatch, thread_generators):  # noqa: F811
         def train(comm):
             EXPERTS.train(comm, has_factor, seeded=seeded_thread)
 
-        return record_ranks(made, train, thread_generators)
+        return record_ranks(made, train)
 
     def run(size: int, has_factor: bool) -> tuple[RunRecord, Diagnosis]:
         def both(without, num_steps):

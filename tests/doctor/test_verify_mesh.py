@@ -65,7 +65,7 @@ def compare(recorders, thread_generators):  # noqa: F811
         def train(comm):
             MESHES.train(comm, tensor, "hand", bug)
 
-        return record_ranks(made, train, thread_generators, axes)
+        return record_ranks(made, train, axes)
 
     def run(bug: str, first=(2, 1), second=(1, 2), num_steps: int = 3) -> Diagnosis:
         def both(without, steps):

@@ -7,7 +7,7 @@ import torch
 
 from allstep import Communicator
 from allstep.comm import threads
-from tests.helpers.generators import RankGenerator
+from tests.helpers.generators import rank_generator
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def run_ranks(
         # Asked for it, a new thread takes the process's number of threads; else its first product
         # of matrices would be made by more of them, with other last bits than the next.
         torch.get_num_threads()
-        with RankGenerator(1000 * seed + comm.rank):
+        with rank_generator(1000 * seed + comm.rank):
             return fn(comm)
 
     return threads.run_ranks(n, seeded, local_size=local_size, timeout_s=timeout_s)

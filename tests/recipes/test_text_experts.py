@@ -72,8 +72,7 @@ def train(folder: Path, tmp_path: Path, thread_generators: Any) -> Train:  # noq
             task = recipe.task(comm)
             task.model.double().load_state_dict({n: initial[n] for n in task.model.state_dict()})
             spoil(task.model, comm)
-            with thread_generators():
-                report = allstep.fit(task, recipe, comm, where, resume=resume)
+            report = allstep.fit(task, recipe, comm, where, resume=resume)
             return task.model.state_dict(), report
 
         return merged(run_ranks(size, work, timeout_s=100))

@@ -13,7 +13,7 @@ from allstep import Communicator
 from allstep.data.random import derive_seed
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names, state_difference
-from tests.helpers.generators import ThreadGenerator, seed_this_thread, thread_generators  # noqa: F401
+from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
@@ -97,13 +97,12 @@ def test_same_model_as_processes(
 @pytest.mark.parametrize("optimizer", same_model.OPTIMIZERS)
 def test_same_model_as_threads(
     optimizer: str,
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     def train(comm: Communicator) -> dict[str, Tensor]:
-        with thread_generators():
-            return same_model.train_with_steps(comm, optimizer, augment=False)
+        return same_model.train_with_steps(comm, optimizer, augment=False)
 
-    reference = train(Communicator.single_process())
+    (reference,) = run_ranks(1, train)
     for num_workers in NUM_WORKERS[1:]:
         for result in run_ranks(num_workers, train):
             assert state_difference(result, reference) < TOLERANCE, num_workers
@@ -146,8 +145,7 @@ def by_hand_on(num_workers: int, **mistakes: bool) -> tuple[dict[str, Tensor], d
     """Parameters and buffers of rank 0."""
 
     def train(comm: Communicator) -> dict[str, Tensor]:
-        with ThreadGenerator():
-            return train_by_hand(comm, **mistakes)
+        return train_by_hand(comm, **mistakes)
 
     state = run_ranks(num_workers, train)[0]
     buffers = {name: value for name, value in state.items() if "running" in name}

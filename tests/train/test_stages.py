@@ -15,11 +15,11 @@ from torch.utils.data import IterableDataset
 
 import allstep
 from allstep import Communicator, Stage, Task, TrainOptions, UsageError
-from allstep.comm.threads import run_ranks
 from allstep.errors import AllstepError, CheckpointError
 from tests.helpers import same_model
 from tests.helpers.compare import state_difference
-from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
+from tests.helpers.generators import thread_generators  # noqa: F401
+from tests.helpers.ranks import run_ranks
 
 EPOCHS, SECOND_EPOCH = 5, 3
 SECOND_BATCH, SECOND_MICRO_BATCH = 40, 4
@@ -72,13 +72,9 @@ def test_stages_give_the_same_model_on_any_workers(
     num_workers: int,
     reference: Any,
     tmp_path: Path,
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
-    def train_here(comm: Communicator) -> Any:
-        with thread_generators():
-            return train(comm, tmp_path)
-
-    for report, state in run_ranks(num_workers, train_here, timeout_s=60):
+    for report, state in run_ranks(num_workers, lambda comm: train(comm, tmp_path), timeout_s=60):
         assert state_difference(state, reference[1]) < 1e-10
         assert report.noise_scale == pytest.approx(reference[0].noise_scale, rel=1e-6)
 

@@ -17,7 +17,7 @@ import allstep
 from allstep import Communicator
 from allstep.data.random import seed_all
 from allstep.errors import UsageError
-from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
+from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES = 22
@@ -190,20 +190,19 @@ def test_steps_random_state_of_a_micro_batch() -> None:
 
 
 def test_steps_random_state_of_the_update_is_the_same_on_all_workers(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     """Noise that an optimizer draws must not make parameters differ between workers."""
 
     def draws(comm: Communicator) -> tuple[list[float], list[float]]:
         exchange = allstep.attach(make_model(), comm)
         inside, after = [], []
-        with thread_generators():
-            for batch in allstep.steps(make_loader(comm), exchange):
-                number = math.nan  # the control: what goes on from the last micro-batch
-                for _ in batch:
-                    number = torch.rand(()).item()
-                inside.append(number)
-                after.append(torch.rand(()).item())
+        for batch in allstep.steps(make_loader(comm), exchange):
+            number = math.nan  # the control: what goes on from the last micro-batch
+            for _ in batch:
+                number = torch.rand(()).item()
+            inside.append(number)
+            after.append(torch.rand(()).item())
         return inside, after
 
     ((_, expected),) = run_ranks(1, draws)
@@ -562,11 +561,10 @@ def train_with_noise(
 
 
 def test_noise_in_the_update_is_the_same_on_any_number_of_workers_and_on_resume(
-    thread_generators: type[ThreadGenerator],  # noqa: F811
+    thread_generators: None,  # noqa: F811
 ) -> None:
     def train(comm: Communicator, end: int = 7, state: Any = None) -> Any:
-        with thread_generators():
-            return train_with_noise(comm, end, state)
+        return train_with_noise(comm, end, state)
 
     (expected,) = run_ranks(1, train, seed=1)
     for size in (2, 4):
