@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allstep import device
@@ -238,31 +238,73 @@ class StreamsAsNames(device.Driver):
         return nullcontext()
 
 
+@cache
+def _roles(func: Any) -> tuple[list[tuple[str, bool, bool]], tuple[bool, bool]]:
+    """Of an operator's arguments and of its result: the name, whether it is written or a view.
+
+    Torch makes a schema's objects anew each time that it is asked.
+    """
+
+    def role(x: Any) -> tuple[bool, bool]:
+        alias = x.alias_info
+        return alias is not None and alias.is_write, alias is not None and not alias.is_write
+
+    schema = func._schema
+    result = role(schema.returns[0]) if schema.returns else (False, False)
+    return [(x.name, *role(x)) for x in schema.arguments], result
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those of an operator's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for x in value:
+            yield from _tensors_in(x)
+
+
 class _Arguments(_sanitizer.ArgumentHandler):
-    """Torch's, for CPU tensors, by whole storages."""
+    """Torch's, for CPU tensors, by whole storages, without asking for a schema at each call."""
 
-    def _handle_argument(
-        self,
-        value: Any,
-        is_write: bool,
-        metadata_only: bool,
-        name: str | None = None,
-        is_output: bool = False,
+    def read_inputs(
+        self, func: Any, args: Any, kwargs: dict[str, Any], *, is_factory: bool
     ) -> None:
-        if not isinstance(value, Tensor) or not (memory := _memory(value)):
-            return
-        if is_write:
-            self.dataptrs_written.add(memory)
-        elif not metadata_only:
-            self.dataptrs_read.add(memory)
-        self.tensor_aliases.setdefault(memory, [])
-        if name is not None:
-            self.tensor_aliases[memory].append(name)
-        if is_output:
+        for (name, is_write, is_view), value in _named(_roles(func)[0], args, kwargs):
+            for memory in self._memories(value):
+                self.tensor_aliases[memory].append(name)
+                if is_write:
+                    self.dataptrs_written.add(memory)
+                elif not (is_factory or is_view):
+                    self.dataptrs_read.add(memory)
+
+    def read_result(self, func: Any, out: Any, *, is_factory: bool) -> None:
+        _, is_view = _roles(func)[1]
+        for memory in self._memories(out):
             self.outputs.add(memory)
+            if not (is_factory or is_view):
+                self.dataptrs_written.add(memory)
+
+    def _memories(self, value: Any) -> list[int]:
+        found = [memory for x in _tensors_in(value) if (memory := _memory(x))]
+        for memory in found:
+            self.tensor_aliases.setdefault(memory, [])
+        return found
 
 
-class _Watch(TorchDispatchMode):
+def _named(roles: list[Any], args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    yield from zip(roles, args, strict=False)
+    yield from ((role, kwargs[role[0]]) for role in roles[len(args) :] if role[0] in kwargs)
+
+
+class _DispatchMode(TorchDispatchMode):
+    """One that is not asked at each operator whether it is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Watch(_DispatchMode):
     """Tells the sanitizer of every operator of this thread."""
 
     def __init__(self, rank: Rank) -> None:
@@ -273,46 +315,52 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        rank, name = self._rank, func._schema.name
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self._look_for_host_reads(name, tensors, kwargs)
+        rank, name = self._rank, func.name().partition(".")[0]
+        used = {_memory(x) for x in _tensors_in((*args, *kwargs.values()))}
+        self._look_for_host_reads(name, used)
         is_factory = name.startswith(("aten::empty", "aten::new_")) or name.endswith("_like")
         arguments = _Arguments()
-        arguments.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
+        if rank.finds_races:
+            arguments.read_inputs(func, args, kwargs, is_factory=is_factory)
         out = func(*args, **kwargs)
-        arguments.parse_outputs(func._schema, out, is_factory=is_factory)
-        if name.partition("::")[0] in _KEEPS_ORDER:
-            arguments.dataptrs_written |= {m for m in map(_memory, tensors) if m}
         if name == "aten::lift_fresh":
             rank.host.add(_memory(args[0]))
         if name == "aten::scalar_tensor":  # a number that an operator was given
             rank.host.add(_memory(out))
         rank.kept.append(out)
-        is_of_host = {*map(_memory, tensors)} <= rank.host
-        if tensors and is_of_host and kwargs.get("device") is None:  # the host's own work
-            made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-            rank.host.update(map(_memory, made))
-        self._forget_fresh(arguments)
-        written = arguments.dataptrs_written - rank.host
-        read = arguments.dataptrs_read - written - rank.host
-        if rank.finds_races and (read or written):
-            for race in rank.handler._handle_kernel_launch(
-                rank.current.id, read, written, arguments.outputs, name, arguments.tensor_aliases
-            ):
-                access, earlier = race.current_access, race.previous_access
-                rank.races.append(
-                    f"{access.operator} in stream {access.stream}, "
-                    f"{earlier.operator} in stream {earlier.stream}; {Site.here('')}"
-                )
+        if used and used <= rank.host and kwargs.get("device") is None:  # the host's own work
+            rank.host.update(map(_memory, _tensors_in(out)))
+        if rank.finds_races:
+            arguments.read_result(func, out, is_factory=is_factory)
+            if name.partition("::")[0] in _KEEPS_ORDER:
+                arguments.dataptrs_written |= used - {0}
+            self._launch(name, arguments)
         if name == "aten::copy_" and _memory(args[0]) in rank.host:
             rank.landing[_memory(args[0])] = rank.current.id, rank.handler.seq_num
-        if name in _WAITS and not {*map(_memory, tensors)} <= rank.host:
+        if name in _WAITS and not used <= rank.host:
             rank.handler._handle_stream_synchronization(rank.current.id)
         return out
 
-    def _look_for_host_reads(self, name: str, tensors: list[Tensor], kwargs: Any) -> None:
+    def _launch(self, name: str, arguments: _Arguments) -> None:
+        """Tells the sanitizer of a kernel, and notes the races that it sees."""
+        rank = self._rank
+        self._forget_fresh(arguments)
+        written = arguments.dataptrs_written - rank.host
+        read = arguments.dataptrs_read - written - rank.host
+        if not read and not written:
+            return
+        for race in rank.handler._handle_kernel_launch(
+            rank.current.id, read, written, arguments.outputs, name, arguments.tensor_aliases
+        ):
+            access, earlier = race.current_access, race.previous_access
+            rank.races.append(
+                f"{access.operator} in stream {access.stream}, "
+                f"{earlier.operator} in stream {earlier.stream}; {Site.here('')}"
+            )
+
+    def _look_for_host_reads(self, name: str, used: set[int]) -> None:
         """The host looks at what a stream may still be writing."""
-        for memory in {_memory(x) for x in tensors} & self._rank.landing.keys():
+        for memory in used & self._rank.landing.keys():
             stream, number = self._rank.landing[memory]
             if self._rank.handler.syncs.host_sync_state.get(stream, -1) < number:
                 self._rank.races.append(f"{name} by the host, copy_ in stream {stream}")
@@ -366,7 +414,7 @@ class _Lint(TorchFunctionMode):
         return is_there or isinstance(target, torch.device)
 
 
-class _LintBelow(TorchDispatchMode):
+class _LintBelow(_DispatchMode):
     """The same below torch's functions: numbers that are read, or written to one element."""
 
     def __init__(self, rank: Rank) -> None:
@@ -376,9 +424,8 @@ class _LintBelow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, host = func._schema.name, self._rank.host
-        memory = {_memory(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
-        if name in _WAITS and not memory <= host:
+        name, host = func.name().partition(".")[0], self._rank.host
+        if name in _WAITS and not {*map(_memory, _tensors_in(args))} <= host:
             self._rank.waits.append(Site.here(name.removeprefix("aten::")))
         if name == "aten::lift_fresh":
             host.add(_memory(args[0]))
