@@ -37,10 +37,11 @@ def own_generators() -> Iterator[None]:
     Kernels in place of torch's: modes would do it, and take longer at every operator than most run.
     """
     library = Library("aten", "IMPL")
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in _DRAWING:
             library.impl(name, _with_own_generator(name), "CPU", with_keyset=True)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", manual_seed)
         yield
     library._destroy()
