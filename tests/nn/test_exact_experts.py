@@ -116,9 +116,8 @@ def run(tmp_path: Path, thread_generators: Any) -> Run:  # noqa: F811
         policy = allstep.Synchronous(compression=compression)
 
         def work(comm: Communicator) -> Trained:
-            with thread_generators():
-                given = {"factors": {}, "policy": policy, **options}
-                return train(comm, tmp_path / folder, **given)
+            given = {"factors": {}, "policy": policy, **options}
+            return train(comm, tmp_path / folder, **given)
 
         found = run_ranks(size, work)
         assert all(each.losses == found[0].losses for each in found)
