@@ -7,11 +7,12 @@
 
 A BERT half as wide as the recipe's `tiny` is pre-trained on 32 tokens a sample, each optimizer at
 each batch with rates that follow the root of the batch. The best of each, by the held-out loss of
-hidden tokens, is fine-tuned on a small share of WordNet's glosses, beside random weights. Every run
-that ends is a line of benchmarks/results/bert_batch.jsonl, and is not run again. Writes
-bert_batch.json there and docs/tables/bert_batch.md. Which tokens are hidden is drawn once for all
-runs, which saves a third of the time. `--quick`: two batches, one epoch, one rate, in
-bert_batch_quick.*, no docs.
+hidden tokens, is repeated with two more seeds of initial weights and order, and fine-tuned on a
+small share of WordNet's glosses, beside random weights. Every run that ends is a line of
+benchmarks/results/bert_batch.jsonl, and is not run again. Writes bert_batch.json there and
+docs/tables/bert_batch.md. Which tokens are hidden is drawn once for all runs, which saves a third
+of the time. `--quick`: two batches, two seeds, one epoch, one rate, in bert_batch_quick.*,
+no docs.
 
 Source: You et al., 2020, arXiv:1904.00962, section 4.1: F1 of BERT at batches from 512 to 32,768.
 """
@@ -31,6 +32,7 @@ from functools import cache, partial
 from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +60,7 @@ class Plan:
     batches: tuple[int, ...] = (32, 256, 2048, 8192)
     num_rates: int = 3
     rate_factor: float = 3.0
+    num_seeds: int = 3  # of the best rate
     epochs: int = 10
     finetune_share: float = 0.05
     finetune_epochs: int = 4
@@ -65,8 +68,9 @@ class Plan:
     @classmethod
     def quick(cls) -> "Plan":
         return cls(
-            batches=(256, 2048), num_rates=1, epochs=1, finetune_share=0.01, finetune_epochs=2
-        )
+            batches=(256, 2048), num_rates=1, num_seeds=2, epochs=1,
+            finetune_share=0.01, finetune_epochs=2,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +88,16 @@ class Narrow(Bert):
         return replace(super().config, hidden_size=FEATURES, intermediate_size=4 * FEATURES)
 
 
-def pretraining(plan: Plan, texts: Path, optimizer: str, batch: int, rate: int) -> Narrow:
-    lr = LOWEST_LR[optimizer] * plan.rate_factor**rate * (batch / 32) ** 0.5
+def pretraining(plan: Plan, texts: Path, run: Run) -> Narrow:
+    optimizer, batch = run["optimizer"], run["batch"]
+    lr = LOWEST_LR[optimizer] * plan.rate_factor ** run["rate"] * (batch / 32) ** 0.5
     return Narrow(
         folder=texts,
+        seed=run.get("seed", 0),
         epochs=plan.epochs,
         global_batch=batch,
         micro_batch=min(batch, 128),
-        optimizer=optimizer,  # type: ignore[arg-type]
+        optimizer=optimizer,
         lr=lr,
         evaluate_every_epochs=plan.epochs,
         checkpoint_every_steps=10**9,
@@ -130,7 +136,7 @@ def draw_all(samples: Any) -> TensorDataset:
 
 def pretrain(plan: Plan, texts: Path, models: Path, run: Run) -> Run:
     """Trains a model and leaves it in `models`."""
-    recipe = pretraining(plan, texts, run["optimizer"], run["batch"], run["rate"])
+    recipe = pretraining(plan, texts, run)
     task, vocabulary = drawn_task(texts)
     torch.manual_seed(recipe.seed)
     model = BertForPreTraining(recipe.config)
@@ -173,6 +179,21 @@ def planned_pretrainings(plan: Plan) -> list[Run]:
     ]
 
 
+def is_repetition(run: Run, best: Run) -> bool:
+    return all(run.get(name) == best[name] for name in ("optimizer", "batch", "rate"))
+
+
+def planned_repetitions(plan: Plan, runs: Sequence[Run]) -> list[Run]:
+    """The best rate of each batch and optimizer with more seeds."""
+    pairs = product(range(1, plan.num_seeds), plan.batches, LOWEST_LR)
+    return [
+        {"id": f"{best['id']}-seed-{seed}", "seed": seed}
+        | {name: best[name] for name in ("optimizer", "batch", "rate")}
+        for seed, *pair in pairs
+        if (best := find_best(runs, *pair))
+    ]
+
+
 def planned_finetunings(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     """Of the best model of each batch and optimizer, and of random weights."""
     pairs = product(plan.batches, LOWEST_LR)
@@ -205,11 +226,14 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def find_best(runs: Sequence[Run], batch: int, optimizer: str) -> Run | None:
-    """The pre-training with the least loss of hidden tokens."""
+    """The pre-training of seed 0 with the least loss of hidden tokens."""
     own = [
         run
         for run in runs
-        if run.get("batch") == batch and run["optimizer"] == optimizer and run["loss"] is not None
+        if run.get("batch") == batch
+        and run["optimizer"] == optimizer
+        and "seed" not in run
+        and run["loss"] is not None
     ]
     return min(own, key=lambda run: run["loss"], default=None)
 
@@ -218,7 +242,8 @@ def table_lines(plan: Plan, runs: Sequence[Run]) -> list[str]:
     """Batch, steps, and of each optimizer losses at its rates and the accuracy of the best."""
     by_id = {run["id"]: run for run in runs}
     lines = [
-        "| batch | steps | optimizer | held-out loss at rates | best | fine-tuned accuracy, % |",
+        "| batch | steps | optimizer | held-out loss at rates, seed 0 | the best, all seeds |"
+        " fine-tuned accuracy, %, seed 0 |",
         "|---|---|---|---|---|---|",
     ]
     for batch, optimizer in product(plan.batches, LOWEST_LR):
@@ -228,7 +253,8 @@ def table_lines(plan: Plan, runs: Sequence[Run]) -> list[str]:
         tried = [by_id.get(f"{optimizer}-{batch}-{rate}") for rate in range(plan.num_rates)]
         shown = [f"{run['lr']:.2g}: {_loss(run)}" for run in tried if run is not None]
         tuned = by_id.get(f"finetune-{best['id']}")
-        cells = [f"{batch:,}", f"{best['steps']:,}", optimizer, ", ".join(shown), _loss(best)]
+        cells = [f"{batch:,}", f"{best['steps']:,}", optimizer, ", ".join(shown)]
+        cells.append(_mean_loss([run for run in runs if is_repetition(run, best)]))
         lines.append(f"| {' | '.join(cells)} | {_accuracy(tuned)} |")
     random = by_id.get("finetune-random")
     if best := min((r for r in runs if r.get("unigram")), key=lambda r: r["loss"], default=None):
@@ -241,6 +267,13 @@ def table_lines(plan: Plan, runs: Sequence[Run]) -> list[str]:
 
 def _loss(run: Mapping[str, Any]) -> str:
     return "diverged" if run["loss"] is None else f"{run['loss']:.3f}"
+
+
+def _mean_loss(runs: Sequence[Run]) -> str:
+    losses = [run["loss"] for run in runs if run["loss"] is not None]
+    if len(losses) < 2:
+        return f"{losses[0]:.3f} (one seed)"
+    return f"{mean(losses):.3f} ± {stdev(losses):.3f} ({len(losses)} of {len(runs)} seeds)"
 
 
 def _accuracy(run: Mapping[str, Any] | None) -> str:
@@ -268,6 +301,8 @@ def main() -> None:
         models = arguments.models
         work = partial(pretrain, plan, arguments.texts, models)
         run_all(planned_pretrainings(plan), work, path, arguments.jobs, deadline_s)
+        repetitions = planned_repetitions(plan, read_runs(path))
+        run_all(repetitions, work, path, arguments.jobs, deadline_s)
         work = partial(finetune, plan, arguments.glosses, models)
         run_all(planned_finetunings(plan, read_runs(path)), work, path, arguments.jobs, math.inf)
     runs = read_runs(path)
