@@ -1,8 +1,8 @@
-"""A2C on CartPole, on any number of workers: episodes of uneven length, weighed by their steps.
+"""A2C on games, on any number of workers: episodes of uneven length, weighed by their steps.
 
 pip install 'allstep[games]'
 python examples/actor_critic.py
-torchrun --nproc-per-node 2 examples/actor_critic.py
+torchrun --nproc-per-node 2 examples/actor_critic.py --env MinAtar/Breakout-v1
 
 A sample is an episode, and the loss is the mean over the steps of all episodes of a global batch.
 A worker knows how many steps its own had; how many all had is known when the last has ended.
@@ -10,7 +10,7 @@ A worker knows how many steps its own had; how many all had is known when the la
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gymnasium
@@ -23,11 +23,19 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep.train import Batch
 
+# The package's own registration would load it, and with it a library for plots, for any game.
+gymnasium.register(
+    "MinAtar/Breakout-v1",
+    entry_point="minatar.gym:BaseEnv",
+    kwargs={"game": "breakout", "use_minimal_action_set": True},
+)
+
 
 @dataclass(frozen=True)
 class Options:
     """The flags and what is fixed."""
 
+    env: str = "CartPole-v1"
     updates: int = 70
     global_batch: int = 16  # episodes
     micro_batch: int = 8  # one for each of two workers
@@ -42,23 +50,52 @@ class Options:
     max_steps: int = 500
 
 
-class ActorCritic(nn.Module):
-    """Scores of the two actions and an estimate of the return, from what is observed."""
+GAMES = {
+    "CartPole-v1": Options(),
+    "MinAtar/Breakout-v1": Options(
+        env="MinAtar/Breakout-v1", updates=250, global_batch=64, micro_batch=32, width=128,
+        lr=5e-3, discount=0.99, smoothing=0.95, entropy_weight=1e-3, max_steps=1000,
+    ),
+}  # fmt: skip
 
-    def __init__(self, width: int, seed: int) -> None:
+
+class ActorCritic(nn.Module):
+    """Scores of the actions and an estimate of the return, from what is observed."""
+
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        self.actor = self._head(width, 2)
-        self.critic = self._head(width, 1)
-        random = torch.Generator().manual_seed(seed)
+        game = make_game(options)
+        observed, num_actions = game.observation_space.shape, int(game.action_space.n)
+        self.actor = make_net(observed, options.width, num_actions)
+        self.critic = make_net(observed, options.width, 1)
+        random = torch.Generator().manual_seed(options.seed)
+        # At first all actions are equally likely, and no reward is expected.
+        zero = {self.actor[-1].weight, self.critic[-1].weight}
         for weight in self.parameters():
-            if weight.ndim == 2:
+            if weight.ndim > 1 and weight not in zero:
                 nn.init.xavier_normal_(weight, generator=random)
             else:
                 nn.init.zeros_(weight)
 
-    @staticmethod
-    def _head(width: int, num_out: int) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, num_out)).double()
+
+def make_net(observed: tuple[int, ...], width: int, num_out: int) -> nn.Sequential:
+    """A hidden layer for numbers, [feature]; a convolution before it for pictures, [y, x, channel].
+
+    Source for pictures: Young and Tian, 2019, arXiv:1903.03176.
+    """
+    if len(observed) == 1:
+        hidden = [nn.Linear(observed[0], width), nn.Tanh()]
+    else:
+        height, length, channels = observed
+        hidden = [
+            nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten(),
+            nn.Linear(16 * (height - 2) * (length - 2), width), nn.ReLU(),
+        ]  # fmt: skip
+    return nn.Sequential(*hidden, nn.Linear(width, num_out)).double()
+
+
+def make_game(options: Options) -> gymnasium.Env:
+    return gymnasium.make(options.env, max_episode_steps=options.max_steps)
 
 
 @dataclass(frozen=True)
@@ -66,7 +103,7 @@ class Episode:
     """What was seen, done and earned; one observation more than actions.
 
     Attributes:
-        ended: whether the pole fell; else the time was over and more could have been earned.
+        ended: whether the game was lost; else the time was over and more could have been earned.
     """
 
     observations: Tensor
@@ -77,16 +114,15 @@ class Episode:
 
 def play(actor: nn.Module, seeds: list[int], options: Options, *, greedy: bool) -> list[Episode]:
     """An episode for each seed, side by side: one pass of the actor for those that go on."""
-    games = [gymnasium.make("CartPole-v1", max_episode_steps=options.max_steps) for _ in seeds]
+    games = [make_game(options) for _ in seeds]
     seen = [[game.reset(seed=seed)[0]] for game, seed in zip(games, seeds, strict=True)]
     actions: list[list[int]] = [[] for _ in games]
     rewards: list[list[float]] = [[] for _ in games]
     ended, going = [False] * len(games), list(range(len(games)))
-    device = next(actor.parameters()).device
+    parameter = next(actor.parameters())
     while going:
-        newest = torch.from_numpy(np.stack([seen[i][-1] for i in going])).double().to(device)
         with torch.no_grad():
-            scores = actor(newest)
+            scores = actor(as_input([seen[i][-1] for i in going], parameter))
         chosen = scores.argmax(1) if greedy else scores.softmax(1).multinomial(1)[:, 0]
         still = []
         for i, action in zip(going, chosen.tolist(), strict=True):
@@ -98,9 +134,15 @@ def play(actor: nn.Module, seeds: list[int], options: Options, *, greedy: bool) 
                 still.append(i)
         going = still
     return [
-        Episode(torch.from_numpy(np.stack(s)).double().to(device), torch.tensor(a).to(device), r, e)
+        Episode(as_input(s, parameter), torch.tensor(a).to(parameter.device), r, e)
         for s, a, r, e in zip(seen, actions, rewards, ended, strict=True)
     ]
+
+
+def as_input(observations: list[np.ndarray], parameter: Tensor) -> Tensor:
+    """What a net with this parameter takes; of pictures the channels come first."""
+    stacked = torch.from_numpy(np.stack(observations)).to(parameter)
+    return stacked.movedim(-1, 1).contiguous() if stacked.ndim == 4 else stacked
 
 
 def advantages(episode: Episode, values: Tensor, options: Options) -> Tensor:
@@ -109,7 +151,7 @@ def advantages(episode: Episode, values: Tensor, options: Options) -> Tensor:
     a_t = d_t + discount smoothing a_(t+1)
     d_t = (1 - discount) reward_t + discount value_(t+1) - value_t
 
-    so that values are between 0 and 1.
+    so that values are between 0 and 1 where no step earns more than 1.
 
     Source: Schulman et al., 2016, arXiv:1506.02438.
     """
@@ -124,20 +166,22 @@ def advantages(episode: Episode, values: Tensor, options: Options) -> Tensor:
     return torch.tensor(found[:-1]).to(values)
 
 
-def summed_loss(model: ActorCritic, episode: Episode, options: Options) -> Tensor:
-    """The sum over the episode's steps of the actor's and the critic's loss."""
-    values = model.critic(episode.observations)[:, 0]
-    better = advantages(episode, values.detach(), options)
-    policy = Categorical(logits=model.actor(episode.observations[:-1]))
-    actor_loss = -(better * policy.log_prob(episode.actions)).sum()
-    critic_loss = (values[:-1] - (values[:-1].detach() + better)).square().sum()
+def summed_loss(model: ActorCritic, episodes: list[Episode], options: Options) -> Tensor:
+    """The sum over all steps of the episodes of the actor's and the critic's loss."""
+    seen = torch.cat([episode.observations for episode in episodes])
+    by_episode = model.critic(seen)[:, 0].split([len(e.observations) for e in episodes])
+    found = [advantages(e, v.detach(), options) for e, v in zip(episodes, by_episode, strict=True)]
+    better, values = torch.cat(found), torch.cat([v[:-1] for v in by_episode])
+    policy = Categorical(logits=model.actor(torch.cat([e.observations[:-1] for e in episodes])))
+    actor_loss = -(better * policy.log_prob(torch.cat([e.actions for e in episodes]))).sum()
+    critic_loss = (values - (values.detach() + better)).square().sum()
     bonus = options.entropy_weight * policy.entropy().sum()
     return actor_loss + critic_loss - bonus
 
 
 def train(comm: allstep.Communicator, options: Options) -> ActorCritic:
     """The model after so many updates of so many episodes each."""
-    model = ActorCritic(options.width, options.seed).to(comm.device)
+    model = ActorCritic(options).to(comm.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     exchange = allstep.attach(model, comm)
     episodes = TensorDataset(torch.arange(options.updates * options.global_batch))
@@ -170,8 +214,7 @@ def add_gradients(model: ActorCritic, batch: Batch, options: Options) -> Tensor:
         seeds = (options.seed * options.updates * options.global_batch + numbers).tolist()
         played = play(model.actor, seeds, options, greedy=False)
         num_steps += sum(len(episode.rewards) for episode in played)
-        losses = [summed_loss(model, episode, options) for episode in played]
-        batch.backward(torch.stack(losses).sum() / len(losses))
+        batch.backward(summed_loss(model, played, options) / len(played))
     return num_steps
 
 
@@ -194,11 +237,12 @@ def test(comm: allstep.Communicator, model: ActorCritic, options: Options) -> fl
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("updates", "seed"):
-        default = getattr(Options, name)
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
+    parser.add_argument("--env", choices=GAMES, default=Options.env, help="the game")
+    parser.add_argument("--updates", type=int, help="by default as many as the game needs")
+    parser.add_argument("--seed", type=int, help="by default 0")
     parser.add_argument("--run-dir", type=Path, help="keeps checkpoints and goes on from them")
-    options = Options(**vars(parser.parse_args()))
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    options = replace(GAMES[given["env"]], **given)
     with allstep.init() as comm:
         model = train(comm, options)
         mean_return = test(comm, model, options)

@@ -1,5 +1,7 @@
 """GAN, actor-critic, early exits: one worker, two and three train the same models, in float64."""
 
+from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -86,38 +88,45 @@ def test_early_exits_are_the_same_on_any_number_of_workers() -> None:
             assert_same(state, lone)
 
 
-needs_gymnasium = pytest.mark.skipif(
-    find_spec("gymnasium") is None, reason="needs gymnasium: pip install 'allstep[games]'"
+needs_games = pytest.mark.skipif(
+    find_spec("gymnasium") is None or find_spec("minatar") is None,
+    reason="needs gymnasium and minatar: pip install 'allstep[games]'",
 )
+CARTPOLE, BREAKOUT = "CartPole-v1", "MinAtar/Breakout-v1"
 
 
-def small_games(**changes: Any) -> Any:
+def small_games(env: str = CARTPOLE, **changes: Any) -> Any:
     from examples import actor_critic
 
     arguments: dict[str, Any] = {"global_batch": 6, "micro_batch": 1, "width": 8, "max_steps": 40}
-    return actor_critic.Options(**arguments | {"updates": 4} | changes)
+    arguments |= {"updates": 4, "test_episodes": 7} | changes
+    return replace(actor_critic.GAMES[env], **arguments)
 
 
-@needs_gymnasium
+@needs_games
+@pytest.mark.parametrize("env", [CARTPOLE, BREAKOUT])
 def test_actor_critic_is_the_same_on_any_number_of_workers(
     thread_generators: None,  # noqa: F811
+    env: str,
 ) -> None:
     from examples import actor_critic
 
-    options = small_games()
+    options = small_games(env, seed=4)  # earns something in either game
 
     def work(comm: Communicator) -> tuple[float, State]:
         model = actor_critic.train(comm, options)
-        return actor_critic.test(comm, model, small_games(test_episodes=7)), model.state_dict()
+        return actor_critic.test(comm, model, options), model.state_dict()
 
     [(lone_return, lone)] = run_ranks(1, work)
+    assert lone_return > {CARTPOLE: 5, BREAKOUT: 0.2}[env]
+    assert state_difference(lone, actor_critic.ActorCritic(options).state_dict()) > 1e-4
     for num_workers in (2, 3):
         for found, state in run_ranks(num_workers, work):
-            assert found == lone_return > 5
+            assert found == lone_return
             assert_same(state, lone)
 
 
-@needs_gymnasium
+@needs_games
 def test_actor_critic_weighs_steps_not_episodes_nor_workers(
     thread_generators: None,  # noqa: F811
 ) -> None:
@@ -127,7 +136,9 @@ def test_actor_critic_weighs_steps_not_episodes_nor_workers(
     seeds = [list(range(3)), list(range(3, 6))]  # of two workers' episodes
     options = small_games()
     torch.manual_seed(0)
-    model = actor_critic.ActorCritic(8, 0)
+    model = actor_critic.ActorCritic(options)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)  # a new net's last layers are zero, and so are most gradients
     played = [actor_critic.play(model.actor, part, options, greedy=False) for part in seeds]
     lengths = [[len(episode.rewards) for episode in part] for part in played]
     assert sum(lengths[0]) != sum(lengths[1])
@@ -137,16 +148,15 @@ def test_actor_critic_weighs_steps_not_episodes_nor_workers(
         return torch.cat([g.flatten() for g in grads])
 
     def sums(part: list[Any]) -> list[Tensor]:
-        return [actor_critic.summed_loss(model, episode, options) for episode in part]
+        return [actor_critic.summed_loss(model, [episode], options) for episode in part]
 
     whole = gradient(sums(played[0] + played[1])) / sum(map(sum, lengths))
 
     def work(comm: Communicator) -> Tensor:
-        net = actor_critic.ActorCritic(8, 0)
+        net = deepcopy(model)
         exchange = allstep.attach(net, comm)
         own = played[comm.rank]
-        losses = [actor_critic.summed_loss(net, episode, options) for episode in own]
-        (torch.stack(losses).sum() / len(losses)).backward()
+        (actor_critic.summed_loss(net, own, options) / len(own)).backward()
         total = comm.all_reduce(torch.tensor([sum(lengths[comm.rank])])).item()
         actor_critic.weigh(net, 6 / total)
         exchange.detach()
@@ -163,7 +173,7 @@ def test_actor_critic_weighs_steps_not_episodes_nor_workers(
         assert (naive - whole).abs().max() > 1e-4
 
 
-@needs_gymnasium
+@needs_games
 def test_actor_critic_advantages_are_those_of_a_written_episode() -> None:
     """Two steps of reward 1; the critic says 0.5, 0.25 and, after the last, 0.125."""
     from examples import actor_critic

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,17 @@ def train_speech(comm: Communicator, run_dir: Path | None) -> State:
     return speech.train(comm, recordings, options).state_dict()
 
 
-def train_actor_critic(comm: Communicator, run_dir: Path | None) -> State:
+def train_actor_critic(
+    comm: Communicator, run_dir: Path | None, env: str = test_examples_of_models.CARTPOLE
+) -> State:
     from examples import actor_critic
 
-    options = test_examples_of_models.small_games(updates=12, run_dir=run_dir)
+    options = test_examples_of_models.small_games(env, updates=12, run_dir=run_dir)
     return actor_critic.train(comm, options).state_dict()
+
+
+def train_actor_critic_of_pictures(comm: Communicator, run_dir: Path | None) -> State:
+    return train_actor_critic(comm, run_dir, test_examples_of_models.BREAKOUT)
 
 
 TRAININGS: list[Any] = [
@@ -63,10 +68,11 @@ TRAININGS: list[Any] = [
     pytest.param(train_dynamic_net, 4, id="dynamic_net"),
     pytest.param(train_speech, 3, id="speech"),
     pytest.param(
-        train_actor_critic, 11, id="actor_critic",
-        marks=pytest.mark.skipif(
-            find_spec("gymnasium") is None, reason="needs gymnasium: pip install 'allstep[games]'"
-        ),
+        train_actor_critic, 11, id="actor_critic", marks=test_examples_of_models.needs_games
+    ),
+    pytest.param(
+        train_actor_critic_of_pictures, 11, id="actor_critic-pictures",
+        marks=test_examples_of_models.needs_games,
     ),
 ]  # fmt: skip
 
