@@ -17,6 +17,7 @@ _FEW_TIMES = 0.7  # of the steps, at least: one pause is nobody's fault
 
 NUM_TIME_DIGITS = 11  # below 128, of what a worker tells the others
 _BASE = 128
+_NUM_DURATIONS = 3
 _NUM_SECONDS = 3  # digits of a duration: two of its mantissa, one of its exponent
 _MANTISSA_BITS = 14
 _EXPONENT = 64
@@ -64,7 +65,8 @@ def times_of(digits: Tensor) -> Tensor:
     [[0.25, 0.5, 0.0, 300.0], [0.0, 1.0, 2.0, 1.0]]
     """
     digits = digits.to("cpu", torch.float64)
-    low, high, exponent = digits[..., :-2].reshape(*digits.shape[:-1], -1, _NUM_SECONDS).unbind(-1)
+    of_durations = digits[..., :-2].reshape(*digits.shape[:-1], _NUM_DURATIONS, _NUM_SECONDS)
+    low, high, exponent = of_durations.unbind(-1)
     seconds = torch.ldexp(low + _BASE * high, exponent - _EXPONENT - _MANTISSA_BITS)
     num_micro_batches = digits[..., -2:-1] + _BASE * digits[..., -1:]
     return torch.cat((seconds, num_micro_batches), -1)
