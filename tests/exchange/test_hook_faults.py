@@ -98,7 +98,9 @@ def test_a_failed_worker_is_an_error_on_the_others(
         wait_for(tmp_path, [f"rank-{rank}" for rank in range(3)])
         workers.kill(1, signal_number=number)
         wait_for(tmp_path, ["failed-0", "failed-2"])
-        for rank in (0, 2):
-            kind, message = (tmp_path / f"failed-{rank}").read_text().split("\n", 1)
-            assert kind == error.__name__ or error.__name__ in message, f"{kind}: {message}"
+        told = [(tmp_path / f"failed-{rank}").read_text() for rank in (0, 2)]
+        assert any(error.__name__ in message for message in told), told
+        for message in told:
+            # Who gives up first closes its connections, maybe before the other's time is over.
+            assert error.__name__ in message or PeerLostError.__name__ in message, message
             assert "rank 1" in message
