@@ -6,9 +6,10 @@ The transformer of the recipe `text`, divided over the axis `tensor` of a mesh b
 with `allstep.nn.tensor_parallel`, `attach` and `steps`, against `parallelize_module` and a plain
 loop with DTensors as parameters. Both have two micro-batches of 16 sequences a step and AdamW; the
 plain loop takes the mean over the axis `data` in one flat message. Under "fsdp" the transformer is
-sharded by `fully_shard` for both, each block for itself. The loops take turns step by
-step, on processes of one thread. "gradients" is a step without the optimizer. "speedup" is over a
-whole model on each worker for the same samples, so that all along `tensor` compute the same. Keys:
+sharded by `fully_shard` for both, each block for itself; under "tensor + fsdp" what is divided is
+sharded along `data`. The loops take turns step by step, on processes of one thread. "gradients" is
+a step without the optimizer. "speedup" is over a whole model on each worker for the same samples,
+so that all along `tensor` compute the same. Keys:
 `overhead_pct` of a step and `gradients_pct` of one without the optimizer, the largest of the rows.
 """
 
@@ -27,7 +28,7 @@ from rich.table import Table
 
 # Engine, width; workers along data, and along tensor.
 ROWS = (("tensor", 128, 1, 2), ("tensor", 256, 1, 2), ("tensor", 128, 2, 2))
-ROWS += (("fsdp", 128, 2, 1), ("fsdp", 256, 2, 1))
+ROWS += (("fsdp", 128, 2, 1), ("fsdp", 256, 2, 1), ("tensor + fsdp", 128, 2, 2))
 QUICK_ROWS = ROWS[:1] + ROWS[3:4]
 
 

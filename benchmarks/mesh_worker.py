@@ -57,16 +57,16 @@ def bare_loop(
 ) -> Loop:
     """What a user of torch writes: DTensors as parameters, and the mean over the data axis."""
     model, of_torch = make_model(width), mesh.device_mesh()
-    if engine == "tensor":
+    if "tensor" in engine:
         parallelize_module(model, of_torch["tensor"], tensor_parallel_plan(model))
-    elif engine == "fsdp":
-        shard_blocks(model, mesh.device_mesh()["data"])
+    if "fsdp" in engine:
+        shard_blocks(model, of_torch["data"])
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         for batch in batches:
             for tokens in batch:
                 (loss_of(model, tokens) / len(batch)).backward()
-            if mesh["data"].size > 1 and engine != "fsdp":
+            if mesh["data"].size > 1 and "fsdp" not in engine:
                 average(model, of_torch["data"].get_group())
             if updates:
                 optimizer.step()
@@ -90,9 +90,9 @@ def allstep_loop(
 ) -> Loop:
     """The same with `attach` and `steps`."""
     model = make_model(width)
-    if engine == "tensor":
+    if "tensor" in engine:
         tensor_parallel(model, mesh, tensor_parallel_plan(model))
-    else:
+    if "fsdp" in engine:
         shard_blocks(model, mesh.device_mesh()["data"])
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = allstep.attach(model, mesh["data"])

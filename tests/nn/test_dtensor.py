@@ -1,4 +1,4 @@
-"""The control: what torch's own distributed tensors make of a convolution split in space.
+"""The control: what torch's own distributed tensors make of a convolution, and of uneven shards.
 
 Were this to fail, torch would have learnt it, and our layer's place would have to be thought over.
 """
@@ -72,3 +72,21 @@ def test_dtensor_convolution_is_wrong_without_an_error():
     assert (parts[0] - whole.grad).abs().max() > 0.1
     for error, has_gradient in run_processes(2, ours):
         assert error < 1e-12 and has_gradient
+
+
+def means_of_uneven_shards(comm: Communicator) -> tuple[float, float]:
+    """Of three rows that torch has cut, and of four that lie on the workers as one and three."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    cut = distribute_tensor(torch.arange(12.0).view(3, 4), mesh, [Shard(0)])
+    rows = torch.arange(16.0).view(4, 4)
+    mine = rows[:1] if comm.rank == 0 else rows[1:]
+    known = {"shape": rows.shape, "stride": rows.stride()}
+    given = DTensor.from_local(mine, mesh, [Shard(0)], run_check=True, **known)
+    return float(cut.mean().full_tensor()), float(given.mean().full_tensor())
+
+
+@pytest.mark.process
+def test_mean_of_uneven_shards_is_right_only_where_torch_has_cut_them():
+    for of_cut, of_given in run_processes(2, means_of_uneven_shards):
+        assert of_cut == 5.5  # pytorch#162692, mended
+        assert of_given == 5.5 != torch.arange(16.0).mean()  # pytorch#144109
