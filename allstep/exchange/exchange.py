@@ -79,6 +79,8 @@ class Exchange(ABC):
         scaled = WeakHook(self, type(self)._scale_divided)
         self._divided = DividedParameters(model, scaled, rounded)
         self.shards: Mapping[str, Shard] = shards_of(model)
+        for name, shard in self.shards.items():  # a worker may have no forward pass before a step
+            model.get_parameter(name).shard_group = shard.comm  # type: ignore[attr-defined]
         self._parts = PartGradients(
             model, self._parameters, self._divided, self.shards, comm, is_exact=self.is_exact
         )

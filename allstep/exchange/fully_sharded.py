@@ -137,8 +137,6 @@ class FullyShardedExchange(PlainExchange):
     def _begin(self) -> None:
         self._passes = CollectivePasses(self.model, self.comm)
         super()._begin()
-        for name, shard in self.shards.items():  # FSDP2 has other tensors in a forward pass
-            self.with_gradients[name].shard_group = shard.comm  # type: ignore[attr-defined]
         self._set_scale()
 
     @property

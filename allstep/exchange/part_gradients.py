@@ -76,6 +76,8 @@ class PartGradients:
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.unscale_(optimizer)`, whose findings all workers of a copy share. Collective."""
+        # A scaler makes its scale at the first loss; a worker may not have had a micro-batch yet.
+        scaler.scale(torch.zeros((), device=self._comm.device))
         scaler.unscale_(optimizer)
         flags = list(scaler._found_inf_per_device(optimizer).values())
         found = torch.zeros((), device=self._comm.device)

@@ -337,6 +337,7 @@ def train(
     shares: Any = "equal",
     num_passes: int = 1,
     clip: Callable[[Any], None] = lambda exchange: None,
+    num_epochs: int = 2,
 ) -> dict[str, Tensor]:
     """Three steps an epoch; parameters, and how often an expert had no room."""
     model = Net(comm)
@@ -346,7 +347,7 @@ def train(
     with allstep.data.loader(
         samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=11, shares=shares
     ) as loader:
-        while loader.epoch < 2:
+        while loader.epoch < num_epochs:
             for batch in allstep.steps(loader, exchange, replay=num_passes > 1):
                 for _ in range(num_passes):
                     optimizer.zero_grad()
@@ -358,7 +359,7 @@ def train(
                             batch.backward(loss_of(model, data))
                 clip(exchange)
                 optimizer.step()
-        assert loader.step == 6
+        assert loader.step == 3 * num_epochs
     dropped = comm.all_reduce(torch.tensor(model.num_dropped))
     exchange.detach()
     return {name: p.detach() for name, p in model.named_parameters()} | {"dropped": dropped}
@@ -378,6 +379,12 @@ def test_training_is_that_of_one_worker(size: int, run: Callable[..., dict[str, 
     one = run(1)
     assert one["dropped"] > 0
     assert largest_difference(one, run(size)) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, max(SIZES)])
+def test_twenty_one_steps(size: int, run: Callable[..., dict[str, Tensor]]) -> None:
+    assert largest_difference(run(1, num_epochs=7), run(size, num_epochs=7)) < 1e-10
 
 
 def clip_over_all(exchange: Any) -> None:

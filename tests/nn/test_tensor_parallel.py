@@ -141,6 +141,8 @@ def loop(
     *,
     forgets_group: bool = False,
     is_scaled: bool = False,
+    num_epochs: int = 1,
+    global_batch: int = 12,
 ) -> tuple[dict[str, Tensor], bool]:
     """The README's loop, along the axis of data; with a folder one that can be started again."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -159,16 +161,16 @@ def loop(
     before = model.state_dict()
     with ExitStack() as stack:
         loader = stack.enter_context(
-            allstep.data.loader(samples, mesh["data"], global_batch=12, micro_batch=4)
+            allstep.data.loader(samples, mesh["data"], global_batch=global_batch, micro_batch=4)
         )
-        checkpoint, epochs = None, iter(range(1))
+        checkpoint, epochs = None, iter(range(num_epochs))
         if run_dir is not None:
             checkpoint = stack.enter_context(
                 allstep.AutoCheckpoint(
                     run_dir, loader, exchange, state={"optimizer": optimizer}, every_steps=1
                 )
             )
-            epochs = checkpoint.epochs(1)
+            epochs = checkpoint.epochs(num_epochs)
         for _ in epochs:
             for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
                 for x, y in batch:
@@ -200,17 +202,27 @@ KINDS = {
 }
 
 
-def loops(comm: Communicator, num_data: int) -> dict[str, tuple[dict[str, Tensor], bool]]:
-    """The loop with each optimizer, and the control: LAMB with the norms of parts of layers."""
-    found = {name: loop(comm, num_data, kind=kind) for name, kind in KINDS.items()}
-    found["scaled"] = loop(comm, num_data, is_scaled=True)
-    return found | {"control": loop(comm, num_data, kind=KINDS["lamb"], forgets_group=True)}
+def loops(
+    comm: Communicator, num_data: int, num_epochs: int
+) -> dict[str, tuple[dict[str, Tensor], bool]]:
+    """The loop with each optimizer, and the control: LAMB with the norms of parts of layers.
+
+    An epoch is four steps.
+    """
+    run = partial(loop, comm, num_data, num_epochs=num_epochs)
+    found = {name: run(kind=kind) for name, kind in KINDS.items()}
+    found["scaled"] = run(is_scaled=True)
+    return found | {"control": run(kind=KINDS["lamb"], forgets_group=True)}
 
 
 @pytest.mark.process
-def test_tensor_parallel_in_an_own_loop() -> None:
-    expected = loops(Communicator.single_process(), 1)
-    for found in run_processes(4, loops, 2):
+@pytest.mark.parametrize(
+    ("num_workers", "num_data", "num_epochs"),
+    [(4, 2, 1), pytest.param(8, 4, 5, marks=pytest.mark.slow)],
+)
+def test_tensor_parallel_in_an_own_loop(num_workers: int, num_data: int, num_epochs: int) -> None:
+    expected = loops(Communicator.single_process(), 1, num_epochs)
+    for found in run_processes(num_workers, loops, num_data, num_epochs):
         for kind in (*KINDS, "scaled"):
             state, has_same_names = found[kind]
             assert has_same_names
@@ -219,6 +231,19 @@ def test_tensor_parallel_in_an_own_loop() -> None:
         for name in ("1.weight", "3.weight"):
             difference = found["control"][0][name] - expected["lamb"][0][name]
             assert difference.abs().max() > 1e-4
+
+
+def lamb_loop(comm: Communicator, num_data: int) -> dict[str, Tensor]:
+    """Along an axis of data of two one worker has no micro-batch, and never calls the model."""
+    return loop(comm, num_data, kind=allstep.optim.LAMB, global_batch=4)[0]
+
+
+@pytest.mark.process
+def test_norms_of_a_worker_that_has_not_called_the_model() -> None:
+    expected = lamb_loop(Communicator.single_process(), 1)
+    for found in run_processes(4, lamb_loop, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
 
 
 @pytest.mark.process
