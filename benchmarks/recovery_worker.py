@@ -27,7 +27,7 @@ from allstep.cli.worker import read_call
 from allstep.comm.membership import Membership
 from allstep.env import read_launch
 from allstep.files import replacing
-from allstep.train.elastic import Elastic
+from allstep.train.elastic import StepCommit
 from allstep.train.run import Run
 from allstep.train.stop import Interrupts
 
@@ -201,7 +201,7 @@ def measure_overhead(folder: Path) -> None:
         membership.begin(comm)
         loops = {
             "plain": updates(task, comm, None),
-            "elastic": updates(task, comm, Elastic(comm, membership, Interrupts())),
+            "elastic": updates(task, comm, StepCommit(comm, membership, Interrupts())),
         }
         found: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in loops}
         for repeat in range(-_WARMUPS, repeats):
@@ -220,7 +220,7 @@ def measure_overhead(folder: Path) -> None:
         comm.barrier()
 
 
-def updates(task: Task, comm: Communicator, elastic: Elastic | None) -> Iterator[None]:
+def updates(task: Task, comm: Communicator, elastic: StepCommit | None) -> Iterator[None]:
     """A step at a time, of a model of its own."""
     schedule = allstep.optim.hold(task.schedule, OVERHEAD_STEPS)
     own = replace(task, model=copy.deepcopy(task.model), schedule=schedule)

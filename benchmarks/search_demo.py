@@ -26,8 +26,8 @@ from allstep.cli.demo.large_batch import (
     train,
 )
 from allstep.cli.demo.processes import Processes
+from allstep.env import num_cores
 from allstep.optim import linear_scaling
-from allstep.train.devices import num_cores
 
 SEEDS = (100, 101)
 

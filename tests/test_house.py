@@ -154,6 +154,27 @@ def test_public_names_are_those_that_were_reviewed() -> None:
 NAMES_A_DEVICE = re.compile(r"\btorch\.cuda\b|\bis_cuda\b|\.type [!=]= [\"']cuda|[\"']cuda[\"':]")
 
 
+def names_taken(path: Path) -> list[str]:
+    """What a file imports from allstep: its modules and their names."""
+    imports = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+    ]
+    return [
+        f"{node.module}.{alias.name}"
+        for node in imports
+        if node.module and node.module.split(".")[0] == "allstep"
+        for alias in node.names
+    ]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "scripts"])
+def test_scripts_that_no_test_runs_take_names_that_are_there(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for name in names_taken(path):
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), f"{path.name}: {name}"
+
+
 def test_only_the_device_module_names_a_kind_of_accelerator() -> None:
     """One path for CUDA, ROCm, XPU and what comes later; see `allstep.device`."""
     found = [
