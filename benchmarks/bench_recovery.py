@@ -326,11 +326,12 @@ def main() -> None:
     arguments = parser.parse_args()
     parts = arguments.parts or ["kills", "overhead"]
     rounds = arguments.rounds or (1 if arguments.quick else 5)
-    results: dict[str, Any] = {"targets": TARGETS, "torchft": torchft_version()}
+    results: dict[str, Any] = {"targets": TARGETS}
     keys: dict[str, float] = {}
     torch.set_num_threads(1)
     os.environ.setdefault("RUST_LOG", "error")  # the lighthouse says each quorum otherwise
     if "kills" in parts:
+        results["torchft"] = torchft_version()
         rows = measure_kills(rounds, 1 if arguments.quick else 2)
         keys |= kill_keys(rows)
         ddp = count_ddp(rounds)
@@ -349,7 +350,8 @@ def main() -> None:
             keys[name] = 100 * (ratio(elastic, plain).median - 1)
         Console().print(table)
         results["overhead"] = seconds
-    write_results("recovery", {**results, **keys})
+    name = "recovery" if len(parts) == 2 else f"recovery_{parts[0]}"
+    write_results(name, {**results, **keys})
     print_headline(**keys)
 
 
