@@ -20,6 +20,7 @@ __all__ = [
     "check_not_negative",
     "check_positive",
     "check_share",
+    "named_part",
     "nearest_multiples",
     "nearest_names",
 ]
@@ -102,6 +103,15 @@ def check_integer(name: str, value: object, minimum: int = 1, cure: str = "") ->
     if value < minimum:
         end = f"; {cure}" if cure else ""
         raise UsageError(f"`{name}` (={value}) must be at least {minimum}{end}.")
+
+
+def named_part(name: str) -> str:
+    """A part of the user's model, as `named_modules` names it, for messages.
+
+    >>> named_part("0"), named_part("")
+    ('`model.0`', '`model`')
+    """
+    return f"`model.{name}`" if name else "`model`"
 
 
 def nearest_names(name: str, valid: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from allstep.comm import Communicator, fsdp_modules
 from allstep.comm.ddp import WITHOUT_DDP, find_ddp
 from allstep.device import is_accelerator
-from allstep.errors import UsageError, check_integer
+from allstep.errors import UsageError, check_integer, named_part
 from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
@@ -152,8 +152,9 @@ def _check_device(model: nn.Module, comm: Communicator) -> None:
 def _refuse_attached(model: nn.Module) -> None:
     """No gradient may be exchanged by two."""
     for name, _ in exchanges_of(model):
-        which = f"`model.{name}`" if name else "`model`"
-        raise UsageError(f"{which} is attached already; call `detach()` of its exchange first.")
+        raise UsageError(
+            f"{named_part(name)} is attached already; call `detach()` of its exchange first."
+        )
     for name, p in model.named_parameters():
         if any(owners_of(p._post_accumulate_grad_hooks, Exchange)):
             raise UsageError(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm.ddp import WITHOUT_DDP, is_ddp
-from allstep.errors import UsageError
+from allstep.errors import UsageError, named_part
 from allstep.torch_classes import is_dtensor, loaded_class
 
 
@@ -15,7 +15,7 @@ def check_module(model: nn.Module) -> None:
         UsageError: names the module and the cure.
     """
     for name, module in model.named_modules():
-        which = f"`model.{name}`" if name else "`model`"
+        which = named_part(name)
         kind = type(module).__name__
         if is_ddp(module):
             raise UsageError(

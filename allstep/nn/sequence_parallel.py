@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, named_part
 
 
 def drops_by_position(style: ParallelStyle) -> ParallelStyle:
@@ -71,8 +71,7 @@ class EvenParts(ParallelStyle):
         self._names = names
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = self._names[module]
-        which = f"`model.{name}`" if name else "`model`"
+        which = named_part(self._names[module])
         inputs, outputs = (_Sizes(f"{which}'s {kind}", device_mesh) for kind in ("input", "output"))
         module.register_forward_pre_hook(inputs.note, with_kwargs=True)
         module.register_forward_hook(outputs.note, with_kwargs=True)

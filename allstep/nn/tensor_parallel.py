@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from allstep.comm import Communicator, Mesh, Shard, ShardHook, fsdp_modules, shards_of
-from allstep.errors import UsageError
+from allstep.errors import UsageError, named_part
 
 if TYPE_CHECKING:  # their import takes seconds
     from torch.distributed.tensor import DTensor
@@ -83,8 +83,7 @@ def tensor_parallel(
         if own:
             _LocalShards(module, own, mesh, axis).register()
         if own and isinstance(module, _ConvNd):
-            which = f"`model.{prefix}`" if prefix else "`model`"
-            module.register_forward_pre_hook(partial(_check_convolution, which))
+            module.register_forward_pre_hook(partial(_check_convolution, named_part(prefix)))
     return model
 
 

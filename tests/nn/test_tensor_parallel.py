@@ -103,8 +103,7 @@ def test_gradients_of_a_divided_transformer(size: int) -> None:
     expected = gradients(Communicator.single_process())
     for found in run_processes(size, gradients):
         assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.process
@@ -242,8 +241,7 @@ def lamb_loop(comm: Communicator, num_data: int) -> dict[str, Tensor]:
 def test_norms_of_a_worker_that_has_not_called_the_model() -> None:
     expected = lamb_loop(Communicator.single_process(), 1)
     for found in run_processes(4, lamb_loop, 2):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.process
@@ -258,6 +256,13 @@ def test_tensor_parallel_in_an_own_loop_goes_on_on_another_mesh(tmp_path: Path) 
     alone, _ = loop(Communicator.single_process(), 1, tmp_path / "copy")
     for name, value in expected.items():
         torch.testing.assert_close(alone[name], value, rtol=0, atol=1e-10)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a wrong call says."""
+    with pytest.raises(UsageError) as error:
+        call()
+    return str(error.value)
 
 
 # -- tokens that the workers don't divide --------------------------------------------------------
@@ -301,26 +306,20 @@ def cut_five_tokens(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleInput
 
-    said = []
-    with pytest.raises(UsageError) as error:
-        of_five_tokens(comm, keeps_dtensors=False)
-    said.append(str(error.value))
+    of_output = refusal(lambda: of_five_tokens(comm, keeps_dtensors=False))
     style = PrepareModuleInput(
         input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
     )
     model = tensor_parallel(nn.ReLU(), comm.mesh(data=1, tensor=comm.size), {"": style})
     assert model(torch.ones(3, 4, 6)).shape == (3, 2, 6)
-    with pytest.raises(UsageError) as error:
-        model(torch.ones(3, 5, 6))
-    return of_five_tokens(comm), [*said, str(error.value)]
+    return of_five_tokens(comm), [of_output, refusal(lambda: model(torch.ones(3, 5, 6)))]
 
 
 @pytest.mark.process
 def test_tokens_that_the_workers_do_not_divide() -> None:
     expected = of_five_tokens(Communicator.single_process())
     for found, said in run_processes(2, cut_five_tokens):
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         cut = "is cut along dimension 1, which must be a multiple of the 2 workers: pad it, or have"
         assert said[0].startswith(f"`model.second`'s output [3, 5, 6] {cut}")
         assert said[1].startswith(f"`model`'s input [3, 5, 6] {cut}")
@@ -346,20 +345,15 @@ def convolved(comm: Communicator, dim: int = 0, is_one_sample: bool = False) -> 
 
 def convolve(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     """Gradients by samples, and what is said of images, channels and a sample cut otherwise."""
-    said = []
-    for kwargs in ({"dim": 3}, {"dim": 2}, {"dim": 1}, {"is_one_sample": True}):
-        with pytest.raises(UsageError) as error:
-            convolved(comm, **kwargs)
-        said.append(str(error.value))
-    return convolved(comm), said
+    wrong = ({"dim": 3}, {"dim": 2}, {"dim": 1}, {"is_one_sample": True})
+    return convolved(comm), [refusal(partial(convolved, comm, **kwargs)) for kwargs in wrong]
 
 
 @pytest.mark.process
 def test_convolution_under_tensor_parallel_by_samples_or_not_at_all() -> None:
     expected = convolved(Communicator.single_process())
     for found, said in run_processes(2, convolve):
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         layouts = "[4, 4, 8, 8]", "[4, 4, 8, 8]", "[4, 4, 8, 8]", "[4, 8, 8]"
         for message, shape, dim in zip(said, layouts, (3, 2, 1, 0), strict=True):
             expected_words = (
@@ -388,10 +382,8 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
     mesh = comm.mesh(data=1, tensor=2)
     said = []
 
-    def note(call: Any) -> None:
-        with pytest.raises(UsageError) as error:
-            call()
-        said.append(str(error.value))
+    def note(call: Callable[[], object]) -> None:
+        said.append(refusal(call))
 
     note(lambda: tensor_parallel(nn.Linear(4, 5), mesh, {"": ColwiseParallel()}))
     note(lambda: tensor_parallel(nn.Conv1d(4, 4, 3), mesh, {"": CutsAlongOutputs()}))
