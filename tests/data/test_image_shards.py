@@ -14,8 +14,8 @@ import allstep
 from allstep import Communicator
 from allstep.data.image_folder import ImageFolder, center_crop, find_images, find_shards
 from allstep.errors import DataError, UsageError
-from allstep.recipes.images import Images
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_recipes import small_images
 
 pytestmark = pytest.mark.slow  # `datasets` is installed with the frameworks
 
@@ -92,25 +92,12 @@ def test_shards_hold_the_pictures_of_the_folder(kind: str, folder: Path, tmp_pat
     assert some[1] == shards[17] != shards[4]
 
 
-def small_images(folder: Path, **changes: Any) -> Images:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "warmup_epochs": 0.0,
-        "global_batch": 12,
-        "micro_batch": 4,
-        "image_size": 8,
-        "depth": 18,
-        "stem": "small",
-        "precision": "float64",
-    }
-    return Images(**arguments | changes)
-
-
 def test_shards_train_the_same_model_on_any_number_of_workers(folder: Path, tmp_path: Path) -> None:
     """With loader processes, and a part held out."""
     write_parquet(folder / "train", tmp_path / "shards")
-    recipe = small_images(tmp_path / "shards", loader_workers=1, compression="exact")
+    recipe = small_images(
+        tmp_path / "shards", epochs=1, precision="float64", loader_workers=1, compression="exact"
+    )
     found = []
     for num_workers in (1, 2):
 

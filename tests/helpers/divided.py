@@ -16,6 +16,7 @@ from allstep.cli.main import main
 from allstep.comm import fsdp_modules, shards_of, stages_of
 from allstep.recipes.text import Text
 from tests.helpers.processes import run_processes
+from tests.helpers.small_recipes import small_text
 
 Found = tuple[dict[str, Tensor], allstep.train.RunReport]
 
@@ -32,23 +33,17 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def small_text(folder: Path, **changes: Any) -> Text:
+def divisible_text(folder: Path, **changes: Any) -> Text:
     """Five micro-batches a global batch, which two copies of the model can't share out evenly."""
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
+    usual: dict[str, Any] = {
         "global_batch": 30,
-        "micro_batch": 6,
-        "vocab_size": 300,
-        "sequence_length": 16,
-        "width": 16,
+        "depth": 4,
         "heads": 4,
         "dropout": 0.1,
         "clip_norm": 0.2,
-        "precision": "float64",
         "threads": 1,
     }
-    return Text(**arguments | changes)
+    return small_text(folder, **usual | changes)
 
 
 def train_text(

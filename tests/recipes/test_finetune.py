@@ -1,17 +1,12 @@
 """Fine-tuning of a BERT: what it begins with, and the same model on any number of workers."""
 
-import copy
 import json
-import re
-import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -30,58 +25,24 @@ from allstep.recipes.finetune import FineTune
 from allstep.recipes.labelled_texts import Labelled, LabelledTokens, read_classes, split_samples
 from tests.helpers.compare import state_difference
 from tests.helpers.processes import run_processes
-from tests.helpers.ranks import run_ranks
+from tests.helpers.small_recipes import small_finetune, write_classes, write_pretrained
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three classes of unequally many lines of unequal lengths, of three pages of Python's."""
-    classes = tmp_path / "classes"
-    classes.mkdir()
-    for number, name in enumerate(sorted(topics, key=lambda name: -len(topics[name]))[:3]):
-        words = re.findall(r"[a-z]+", topics[name])
-        lines = [" ".join(words[start : start + 1 + start % 5]) for start in range(0, 400, 9)]
-        kept = lines[: 15 + 5 * number]
-        (classes / f"{number}.{name}.txt").write_text("\n".join(kept), encoding="utf-8")
-    return classes
+    return write_classes(tmp_path / "classes")
 
 
 @pytest.fixture
 def pretrained(folder: Path, tmp_path: Path) -> Path:
-    """A folder as transformers reads it, of a small model whose every weight counts."""
-    vocabulary = learn_vocabulary([path.read_text() for path in folder.iterdir()], 120)
-    config = replace(
-        Bert(vocab_size=120, second_sequence_length=None).config,
-        hidden_size=16,
-        intermediate_size=24,
-        max_position_embeddings=20,
-    )
-    torch.manual_seed(0)
-    model = BertForPreTraining(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    save_bert(model, tmp_path / "pretrained", vocabulary)
-    return tmp_path / "pretrained"
+    return write_pretrained(tmp_path / "pretrained", folder)
 
 
 @pytest.fixture
 def make(folder: Path, pretrained: Path) -> Callable[..., FineTune]:
-    def recipe(**changes: Any) -> FineTune:
-        arguments: dict[str, Any] = {
-            "folder": folder,
-            "pretrained": pretrained,
-            "epochs": 2,
-            "global_batch": 24,
-            "micro_batch": 4,
-            "sequence_length": 12,
-            "precision": "float64",
-        }
-        return FineTune(**arguments | changes)
-
-    return recipe
+    return partial(small_finetune, folder=folder, pretrained=pretrained)
 
 
 def leave_out_dropout(pretrained: Path) -> None:
@@ -90,33 +51,10 @@ def leave_out_dropout(pretrained: Path) -> None:
     (pretrained / "config.json").write_text(json.dumps(config | dropout))
 
 
-def train_copy(comm: Communicator, task: Task, recipe: Any, run_dir: Path) -> dict[str, Tensor]:
-    task = replace(task, model=copy.deepcopy(task.model))
-    allstep.fit(task, recipe, comm, run_dir)
-    return task.model.state_dict()
-
-
 def train(comm: Communicator, recipe: FineTune, run_dir: Path) -> dict[str, Tensor]:
     task = recipe.task(comm)
     allstep.fit(task, recipe, comm, run_dir)
     return task.model.state_dict()
-
-
-def test_fine_tuning_is_the_same_on_workers_that_are_threads(
-    make: Callable[..., FineTune], pretrained: Path, tmp_path: Path
-) -> None:
-    """Without dropout, as threads share a random state; the last batch is not full."""
-    leave_out_dropout(pretrained)
-    recipe, comm = make(), Communicator.single_process()
-    task = recipe.task(comm)
-    assert len(task.train_set) % recipe.global_batch  # type: ignore[arg-type]
-    lone = train_copy(comm, task, recipe, tmp_path / "1")
-    for n in (2, 3):
-        work = partial(train_copy, task=task, recipe=recipe, run_dir=tmp_path / str(n))
-        for state in run_ranks(n, work, timeout_s=100):
-            assert state_difference(state, lone) < 1e-10
-    other = train_copy(comm, task, make(seed=1), tmp_path / "other")
-    assert state_difference(other, lone) > 1e-3
 
 
 @pytest.mark.slow
@@ -132,21 +70,6 @@ def test_fine_tuning_is_the_same_on_any_number_of_workers(
             assert state_difference(state, lone) < 1e-10
     other = train(Communicator.single_process(), make(seed=1), tmp_path / "other")
     assert state_difference(other, lone) > 1e-3
-
-
-def test_fine_tuning_resumes_bit_for_bit(make: Callable[..., FineTune], tmp_path: Path) -> None:
-    comm = Communicator.single_process()
-    recipe = make(checkpoint_every_steps=2, keep_checkpoints=100)
-    whole = recipe.task(comm)
-    report = allstep.fit(whole, recipe, comm, tmp_path / "run")
-    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert report.num_steps > 4
-    for checkpoint in checkpoints[1:]:
-        shutil.rmtree(checkpoint)
-    resumed = recipe.task(comm)
-    allstep.fit(resumed, recipe, comm, tmp_path / "run", resume=True)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
 def test_fine_tuning_begins_with_a_runs_encoder(

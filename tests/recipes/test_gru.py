@@ -1,76 +1,25 @@
 """The net of Baidu's talk: its size as on the slides, the same on any number of workers."""
 
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
 from allstep.recipes.gru import CharacterGru, Gru
 from allstep.train.flops import count_flops
-from tests.helpers.compare import state_difference
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_recipes import small_gru
 from tests.helpers.texts import write_topics
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_topics(tmp_path / "texts", 3, num_characters=700)
-
-
-def small(folder: Path, **changes: Any) -> Gru:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 24,
-        "micro_batch": 4,
-        "layers": 2,
-        "width": 6,
-        "sequence_length": 10,
-        "precision": "float64",
-    }
-    return Gru(**arguments | changes)
-
-
-def train(comm: Communicator, recipe: Gru, run_dir: Path, initial: dict[str, Tensor]) -> Any:
-    task = recipe.task(comm)
-    task.model.load_state_dict(initial)  # threads share the random state
-    allstep.fit(task, recipe, comm, run_dir)
-    return task.model.state_dict()
-
-
-def test_gru_is_the_same_on_any_number_of_workers(folder: Path, tmp_path: Path) -> None:
-    recipe = small(folder)
-    comm = Communicator.single_process()
-    initial = recipe.task(comm).model.state_dict()
-    lone = train(comm, recipe, tmp_path / "1", initial)
-    for n in (2, 3):
-        run_dir = tmp_path / str(n)
-        for state in run_ranks(
-            n, lambda comm, run_dir=run_dir: train(comm, recipe, run_dir, initial), timeout_s=100
-        ):
-            assert state_difference(state, lone) < 1e-10
-    assert any(not torch.equal(initial[name].double(), lone[name]) for name in lone)
-
-
-def test_gru_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    comm = Communicator.single_process()
-    recipe = small(folder, checkpoint_every_steps=3, keep_checkpoints=100)
-    whole, resumed = recipe.task(comm), recipe.task(comm)
-    report = allstep.fit(whole, recipe, comm, tmp_path / "run")
-    newest_first = sorted((tmp_path / "run" / "checkpoints").glob("step-*"), reverse=True)
-    assert len(newest_first) >= 3 and report.num_steps > 6
-    for checkpoint in newest_first[:-1]:
-        shutil.rmtree(checkpoint)
-    allstep.fit(resumed, recipe, comm, tmp_path / "run", resume=True)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(("layers", "width", "batch"), [(5, 3000, 16), (3, 32, 2)])
@@ -100,7 +49,7 @@ def test_gru_of_the_talk_has_the_numbers_of_its_slides() -> None:
 
 
 def test_gru_learns_more_than_how_often_characters_occur(folder: Path, tmp_path: Path) -> None:
-    recipe = small(folder, epochs=4, layers=1, width=24, lr=2e-2, global_batch=8)
+    recipe = small_gru(folder, epochs=4, layers=1, width=24, lr=2e-2, global_batch=8)
 
     def learn(comm: Communicator) -> dict[str, float]:
         return dict(allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run").metrics)
@@ -113,7 +62,7 @@ def test_gru_learns_more_than_how_often_characters_occur(folder: Path, tmp_path:
 def test_gru_knows_bytes_and_where_texts_end(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("é " * 80 + "z " * 20, encoding="utf-8")
     (tmp_path / "b.txt").write_text("x " * 200)
-    task = small(tmp_path, sequence_length=10).task(Communicator.single_process())
+    task = small_gru(tmp_path, sequence_length=10).task(Communicator.single_process())
     shown = torch.cat([task.train_set[i][0] for i in range(len(task.train_set))])  # type: ignore[arg-type]
     assert set(shown.tolist()) == {0, 0xC3, 0xA9, *b" zx"}
 
@@ -134,9 +83,9 @@ def test_gru_refuses_wrong_values(changes: dict[str, Any], message: str) -> None
 
 def test_gru_refuses_folders_with_too_little_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\) is no folder"):
-        small(tmp_path / "nowhere").check()
+        small_gru(tmp_path / "nowhere").check()
     (tmp_path / "x.txt").write_text("short " * 10)
     with pytest.raises(UsageError, match=r"too little text: 6 bytes .* `sequence_length` \(=10\)"):
-        small(tmp_path).check()
+        small_gru(tmp_path).check()
     with pytest.raises(UsageError, match=r"too little text: 6 bytes to train on"):
-        replace(small(tmp_path), held_out=0.9).task(Communicator.single_process())
+        replace(small_gru(tmp_path), held_out=0.9).task(Communicator.single_process())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import allstep
 from allstep import Communicator
-from allstep.recipes.base import Recipe
 from allstep.recipes.gru import Gru
-from allstep.recipes.text import Text
 from allstep.train.devices import map_tensors
 from allstep.train.flops import count_flops
 from tests.helpers.compare import differing_names
 from tests.helpers.gpus import on_cpu
 from tests.helpers.on_gpu import gpu, run_on_gpu
+from tests.helpers.small_recipes import small_gru, small_text
 from tests.helpers.texts import write_topics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -99,42 +99,14 @@ def test_operations_of_fused_attention_are_those_of_its_products(kernel: str, ca
     assert any(name.startswith(f"_scaled_dot_product_{kernel}_attention") for name in names)
 
 
-def small_gru(folder: Path) -> Recipe:
-    return Gru(
-        folder=folder,
-        epochs=1,
-        global_batch=24,
-        micro_batch=4,
-        layers=2,
-        width=16,
-        sequence_length=10,
-        log_every_steps=1,
-        compression="exact",
-    )
-
-
-def small_text(folder: Path) -> Recipe:
-    return Text(
-        folder=folder,
-        epochs=1,
-        global_batch=24,
-        micro_batch=6,
-        vocab_size=300,
-        sequence_length=16,
-        width=16,
-        depth=1,
-        heads=2,
-        dropout=0.1,
-        objective="causal",
-        compression="exact",
-    )
-
-
-RECIPES = {"gru": small_gru, "text": small_text}
+RECIPES = {
+    "gru": partial(small_gru, width=16, log_every_steps=1),
+    "text": partial(small_text, dropout=0.1, objective="causal"),
+}
 
 
 def train_recipe(comm: Communicator, name: str, folder: str, run_dir: str) -> dict[str, Any]:
-    recipe = RECIPES[name](Path(folder))
+    recipe = RECIPES[name](Path(folder), precision="float32", compression="exact")
     task = recipe.task(comm)
     report = allstep.fit(task, recipe, comm, Path(run_dir))
     state = map_tensors(task.model.state_dict(), lambda tensor: tensor.cpu())

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,8 +14,8 @@ from allstep import Communicator, UsageError
 from allstep.recipes import REGISTRY
 from allstep.recipes.digits import Digits, load_digits
 from allstep.recipes.fashion import Fashion
-from allstep.recipes.images import Images
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_recipes import small_images, write_clothes, write_pictures
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -110,46 +109,14 @@ def test_fashion_says_how_to_get_its_data(tmp_path: Path) -> None:
 
 
 def test_fashion_reads_its_folder(tmp_path: Path) -> None:
-    for part, count in (("train", 20), ("t10k", 10)):
-        sizes = [count, 28, 28]
-        pixels = np.random.default_rng(0).integers(0, 255, sizes, np.uint8)
-        for kind, values in (("images-idx3", pixels), ("labels-idx1", np.arange(count) % 10)):
-            header = bytes([0, 0, 8, values.ndim])
-            header += b"".join(n.to_bytes(4, "big") for n in values.shape)
-            content = header + values.astype(np.uint8).tobytes()
-            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(content)
-    task = Fashion(folder=tmp_path).task(Communicator.single_process())
+    task = Fashion(folder=write_clothes(tmp_path)).task(Communicator.single_process())
     assert (len(task.train_set), len(task.test_set)) == (20, 10)  # type: ignore[arg-type]
     assert task.loss(task.model, task.train_set[:4]).isfinite()  # type: ignore[index]
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Two classes: dark and bright noise."""
-    generator = np.random.default_rng(0)
-    for name, level in (("dark", 60), ("bright", 190)):
-        (tmp_path / name).mkdir()
-        for index in range(24):
-            pixels = generator.integers(level - 40, level + 40, (20, 24, 3)).astype(np.uint8)
-            Image.fromarray(pixels).save(tmp_path / name / f"{index}.jpg")
-    return tmp_path
-
-
-def small_images(folder: Path, **changes: Any) -> Images:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 2,
-        "warmup_epochs": 0.0,
-        "global_batch": 8,
-        "micro_batch": 4,
-        "loader_workers": 0,
-        "image_size": 8,
-        "depth": 18,
-        "stem": "small",
-        "val_fraction": 0.3,
-        "lr": 0.01,
-    }
-    return Images(**arguments | changes)
+    return write_pictures(tmp_path)
 
 
 def test_images_learn_and_are_held_out_by_name(pictures: Path, tmp_path: Path) -> None:

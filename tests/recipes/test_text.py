@@ -13,6 +13,7 @@ from allstep.recipes.text import Text
 from tests.helpers.compare import state_difference
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_recipes import small_text
 from tests.helpers.texts import write_topics
 
 OBJECTIVES = ["masked", "causal"]
@@ -21,24 +22,6 @@ OBJECTIVES = ["masked", "causal"]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_topics(tmp_path / "texts", 5)
-
-
-def small(folder: Path, **changes: Any) -> Text:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 24,
-        "micro_batch": 6,
-        "lr": 3e-3,
-        "vocab_size": 300,
-        "sequence_length": 16,
-        "width": 16,
-        "depth": 1,
-        "heads": 2,
-        "dropout": 0.0,
-        "precision": "float64",
-    }
-    return Text(**arguments | changes)
 
 
 def train(
@@ -52,23 +35,11 @@ def train(
     return task.model.state_dict()
 
 
-def test_text_on_two_threads_gives_the_same(folder: Path, tmp_path: Path) -> None:
-    recipe = small(folder, objective="causal")
-    lone_comm = Communicator.single_process()
-    initial = recipe.task(lone_comm).model.state_dict()  # threads share the random state
-
-    lone = train(lone_comm, recipe, tmp_path / "lone", initial)
-    both = run_ranks(2, lambda comm: train(comm, recipe, tmp_path / "both", initial), timeout_s=100)
-    for state in both:
-        assert state_difference(state, lone) < 1e-10
-    assert any(not torch.equal(initial[name].double(), lone[name]) for name in lone)
-
-
 def test_text_averages_paragraphs_over_all_tokens_of_a_global_batch(
     folder: Path, tmp_path: Path
 ) -> None:
     """Unequal samples, padded in their micro-batch: as one process with the sum over all."""
-    recipe = small(folder, samples="paragraphs", sequence_length=40, lr_schedule="constant")
+    recipe = small_text(folder, samples="paragraphs", sequence_length=40, lr_schedule="constant")
     alone = Communicator.single_process()
     task = recipe.task(alone)
     initial = {name: value.clone() for name, value in task.model.state_dict().items()}
@@ -106,14 +77,13 @@ def test_text_averages_paragraphs_over_all_tokens_of_a_global_batch(
 
 def test_text_paragraphs_are_for_the_causal_objective(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"`samples` .*'causal'"):
-        small(folder, samples="paragraphs", objective="masked")
+        small_text(folder, samples="paragraphs", objective="masked")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_text_on_two_processes_gives_the_same(folder: Path, tmp_path: Path, dropout: float) -> None:
+def test_text_on_two_processes_gives_the_same(folder: Path, tmp_path: Path) -> None:
     """Even though tokens are hidden and features dropped at random."""
-    recipe = small(folder, objective="masked", dropout=dropout)
+    recipe = small_text(folder, objective="masked", dropout=0.1)
     lone = train(Communicator.single_process(), recipe, tmp_path / "lone")
     for state in run_processes(2, train, recipe, tmp_path / "both", timeout_s=100):
         assert state_difference(state, lone) < 1e-10
@@ -121,7 +91,7 @@ def test_text_on_two_processes_gives_the_same(folder: Path, tmp_path: Path, drop
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_text_loss_falls_on_two_workers(folder: Path, tmp_path: Path, objective: str) -> None:
-    recipe = small(folder, objective=objective, epochs=2)
+    recipe = small_text(folder, objective=objective, epochs=2)
 
     def learn(comm: Communicator) -> dict[str, float]:
         return dict(allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run").metrics)
@@ -142,7 +112,7 @@ def test_text_tokenizer_is_that_of_rank_0(folder: Path, monkeypatch: pytest.Monk
 
     original = reader.train_tokenizer
     monkeypatch.setattr(reader, "train_tokenizer", train_tokenizer)
-    recipe = small(folder, objective="causal")
+    recipe = small_text(folder, objective="causal")
     samples = run_ranks(3, lambda comm: recipe.task(comm).train_set[7])
     assert trained == [300]
     for inputs, targets in samples:
@@ -152,7 +122,7 @@ def test_text_tokenizer_is_that_of_rank_0(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_text_metrics_are_sums_over_the_targets(folder: Path, objective: str) -> None:
-    task = small(folder, objective=objective).task(Communicator.single_process())
+    task = small_text(folder, objective=objective).task(Communicator.single_process())
     model = task.model.double().eval()
     batch = next(iter(DataLoader(task.test_set, batch_size=5)))
     metrics = task.metrics(model, batch)
@@ -171,13 +141,13 @@ def test_text_metrics_are_sums_over_the_targets(folder: Path, objective: str) ->
 
 
 def _causal_samples(folder: Path) -> Any:
-    train_set = small(folder, objective="causal").task(Communicator.single_process()).train_set
+    train_set = small_text(folder, objective="causal").task(Communicator.single_process()).train_set
     return [train_set[index] for index in range(len(train_set))]  # type: ignore[arg-type]
 
 
 def test_text_model_is_causal_or_not(folder: Path) -> None:
     for objective in OBJECTIVES:
-        model = small(folder, objective=objective).task(Communicator.single_process()).model
+        model = small_text(folder, objective=objective).task(Communicator.single_process()).model
         one, other = torch.zeros(2, 1, 16, dtype=torch.int64)
         other[0, -1] = 5
         is_blind = torch.equal(model(one)[:, :-1], model(other)[:, :-1])
@@ -186,7 +156,7 @@ def test_text_model_is_causal_or_not(folder: Path) -> None:
 
 def test_text_held_out_is_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("a " * 900 + "z " * 100)
-    recipe = small(tmp_path, objective="causal", vocab_size=258)
+    recipe = small_text(tmp_path, objective="causal", vocab_size=258)
     task = recipe.task(Communicator.single_process())
     train_tokens = torch.cat([task.train_set[i][0] for i in range(len(task.train_set))])  # type: ignore[arg-type]
     test_tokens = torch.cat([task.test_set[i][0] for i in range(len(task.test_set))])  # type: ignore[arg-type]
@@ -207,22 +177,22 @@ def test_text_held_out_is_not_trained_on(tmp_path: Path) -> None:
 )
 def test_text_refuses_wrong_values(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        small(folder, **changes)
+        small_text(folder, **changes)
 
 
 def test_text_refuses_wrong_folders(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\) is no folder"):
-        small(tmp_path / "nowhere").check()
+        small_text(tmp_path / "nowhere").check()
     with pytest.raises(UsageError, match=r"has no \.txt files"):
-        small(tmp_path).check()
+        small_text(tmp_path).check()
     (tmp_path / "x.txt").write_text("short " * 20)
     with pytest.raises(UsageError, match="too little text: 12 bytes held out"):
-        small(tmp_path).check()
+        small_text(tmp_path).check()
 
 
 def test_text_with_few_tokens_in_many_bytes(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("word " * 200)
-    recipe = small(tmp_path, sequence_length=80)
+    recipe = small_text(tmp_path, sequence_length=80)
     recipe.check()
     with pytest.raises(UsageError, match=r"too little text: \d+ tokens held out"):
         recipe.task(Communicator.single_process())
@@ -231,10 +201,10 @@ def test_text_with_few_tokens_in_many_bytes(tmp_path: Path) -> None:
 def test_text_refuses_a_file_that_is_no_text(folder: Path) -> None:
     (folder / "picture.txt").write_bytes(b"\x89PNG\xff")
     with pytest.raises(DataError, match=r"picture\.txt is not UTF-8"):
-        small(folder).task(Communicator.single_process())
+        small_text(folder).task(Communicator.single_process())
 
 
 def test_text_without_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match="pip install tokenizers"):
-        small(folder).check()
+        small_text(folder).check()

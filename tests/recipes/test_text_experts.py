@@ -22,6 +22,7 @@ from tests.helpers.divided import Found, keep_one_checkpoint, largest_difference
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_recipes import small_text
 from tests.helpers.texts import check_three_workers_refused, write_topics
 
 Train = Callable[..., Found]
@@ -33,22 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> Text:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 24,
-        "micro_batch": 6,
-        "vocab_size": 300,
-        "sequence_length": 16,
-        "width": 16,
-        "depth": 2,
-        "heads": 2,
-        "dropout": 0.1,
-        "precision": "float64",
-        "experts": 4,
-        "capacity_factor": 1.0,
-    }
-    return Text(**arguments | changes)
+    usual = {"depth": 2, "dropout": 0.1, "experts": 4, "capacity_factor": 1.0}
+    return small_text(folder, **usual | changes)
 
 
 def initial_of(recipe: Text) -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
 from tests.helpers.divided import (
     check_elastic_refused,
+    divisible_text,
     keep_one_checkpoint,
     largest_difference,
-    small_text,
     train_on,
 )
 from tests.helpers.processes import RemoteError
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 4, "train_share": 0.4, "held_out": 0.03, "pipeline": 2}
-    return small_text(folder, **usual | changes)
+    return divisible_text(folder, **usual | changes)
 
 
 # -- the same run on any layout of workers -------------------------------------------------------

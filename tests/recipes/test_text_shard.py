@@ -12,7 +12,7 @@ from torch import nn
 
 from allstep import Communicator, UsageError
 from allstep.recipes.text import Text
-from tests.helpers.divided import keep_one_checkpoint, largest_difference, small_text, train_on
+from tests.helpers.divided import divisible_text, keep_one_checkpoint, largest_difference, train_on
 from tests.helpers.processes import RemoteError
 from tests.helpers.texts import write_topics
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 2, "optimizer": "lamb", "shard": True}
-    return small_text(folder, **usual | changes)
+    return divisible_text(folder, **usual | changes)
 
 
 @pytest.mark.process

@@ -17,9 +17,9 @@ from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
 from tests.helpers.divided import (
     check_elastic_refused,
+    divisible_text,
     keep_one_checkpoint,
     largest_difference,
-    small_text,
     train_on,
     trainings_on,
 )
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 2, "optimizer": "lamb", "tensor_parallel": 2}
-    return small_text(folder, **usual | changes)
+    return divisible_text(folder, **usual | changes)
 
 
 # -- the same run on any layout of workers -------------------------------------------------------
