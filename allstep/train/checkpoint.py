@@ -18,6 +18,7 @@ from allstep.comm.agreement import agree, explain
 from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
 from allstep.exchange.state_sweep import tensor_checksums
+from allstep.nn import DividedTensor
 from allstep.train.disk import LOCAL_DISK, Disk
 from allstep.train.dtensors import divide_dtensors, lay_out, lay_out_optimizer
 from allstep.train.packing import divided_in, tensors_in
@@ -489,6 +490,16 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     expected = model.state_dict()
     state = lay_out(expected, state)
+    check_model_state(expected, state)
+    model.load_state_dict(state)
+
+
+def check_model_state(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Compares a stored state dict with the model's own, in names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: as `load_model_state`.
+    """
     misfits = {
         "missing": [name for name in expected if name not in state],
         "unexpected": [name for name in state if name not in expected],
@@ -509,7 +520,6 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             f"The checkpoint is for another model: {'; '.join(found)}. "
             "Build the model as it was when the checkpoint was written."
         )
-    model.load_state_dict(state)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -522,22 +532,30 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     Raises:
         CheckpointError: if the number of groups, or of parameters in one, differs.
     """
-    expected = [len(group["params"]) for group in optimizer.param_groups]
+    check_groups([len(group["params"]) for group in optimizer.param_groups], state)
+    optimizer.load_state_dict(lay_out_optimizer(optimizer, state))
+
+
+def check_groups(expected: list[int], state: Mapping[str, Any]) -> None:
+    """Compares the groups of a stored optimizer with numbers of parameters.
+
+    Raises:
+        CheckpointError: as `load_optimizer_state`.
+    """
     found = [len(group["params"]) for group in state["param_groups"]]
     if found != expected:
         raise CheckpointError(
             f"The checkpoint is for another optimizer: its groups have {_listed(found)} parameters "
             f"instead of {_listed(expected)}. Build the groups as when it was written."
         )
-    optimizer.load_state_dict(lay_out_optimizer(optimizer, state))
 
 
 def _shape(value: Any) -> object:
-    return list(value.shape) if isinstance(value, Tensor) else None
+    return list(value.shape) if isinstance(value, Tensor | DividedTensor) else None
 
 
 def _dtype(value: Any) -> object:
-    return value.dtype if isinstance(value, Tensor) else None
+    return value.dtype if isinstance(value, Tensor | DividedTensor) else None
 
 
 def _listed(names: list[Any]) -> str:

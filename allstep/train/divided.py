@@ -20,6 +20,7 @@ from allstep.comm import (
 )
 from allstep.errors import UsageError
 from allstep.torch_classes import local_part
+from allstep.train.checkpoint import check_groups, check_model_state
 from allstep.train.devices import map_tensors
 from allstep.train.dtensors import bounds_of, cut_dtensors, cut_dtensors_of_optimizer
 from allstep.train.shards import (
@@ -109,6 +110,16 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     return dict(tensors) if owned is None else _of_all(tensors, owned, model)
 
 
+def local_model(model: nn.Module, state: Mapping[str, Any]) -> State:
+    """What this worker needs of the state dict that `whole_tensors` gave. All workers call it.
+
+    Raises:
+        CheckpointError: on every worker, if it is of another model; names what is whole.
+    """
+    check_model_state(whole_tensors(model, model.state_dict()), state)
+    return local_tensors(model, state)
+
+
 def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     """What this worker needs of what `whole_tensors` gave, as views; what doesn't fit is left."""
     shards, owned = shards_of(model), _owned_parts(model)
@@ -151,14 +162,17 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
 def local_optimizer(
     model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective."""
+    """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective.
+
+    Raises:
+        CheckpointError: on every worker, if it is of an optimizer with other groups.
+    """
     owned = _owned_parts(model)
     if owned is None:
         return cut_dtensors_of_optimizer(optimizer, optimizer_state)
     groups = _whole_names(model, optimizer, owned)
     saved_groups = optimizer_state["param_groups"]
-    if [len(group["params"]) for group in saved_groups] != [len(names) for names in groups]:
-        return optimizer_state  # which is another optimizer's
+    check_groups([len(names) for names in groups], optimizer_state)
     number_of = {
         name: number
         for names, group in zip(groups, saved_groups, strict=True)

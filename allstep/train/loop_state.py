@@ -18,6 +18,7 @@ from allstep.train.checkpoint import (
     load_optimizer_state,
 )
 from allstep.train.divided import (
+    local_model,
     local_optimizer,
     local_tensors,
     whole_optimizer,
@@ -99,15 +100,15 @@ class LoopState:
 
     def local(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What this worker needs of what these gave, under the names that a checkpoint has."""
+        own = zip(self.exchanges, state["models"], strict=False)
+        models = [local_model(exchange.model, stored) for exchange, stored in own]
         parts = dict(state["state"])
         for name, model in self._model_of.items():
             part = self.parts[name]
             if model is not None and isinstance(part, Optimizer) and name in parts:
                 parts[name] = local_optimizer(model, part, parts[name])
-        models, gradients = (
-            [local_tensors(x.model, y) for x, y in zip(self.exchanges, stored or (), strict=False)]
-            for stored in (state["models"], state["gradients"])
-        )
+        own = zip(self.exchanges, state["gradients"] or (), strict=False)
+        gradients = [local_tensors(exchange.model, stored) for exchange, stored in own]
         exchanges = [
             own_exchange(exchange, stored)
             for exchange, stored in zip(self.exchanges, state["exchanges"], strict=False)

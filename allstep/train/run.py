@@ -15,7 +15,7 @@ from allstep.exchange import attach
 from allstep.nn import Pipeline
 from allstep.train.batch import seed_update
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
-from allstep.train.divided import local_optimizer, local_tensors, whole_optimizer, whole_tensors
+from allstep.train.divided import local_model, local_optimizer, whole_optimizer, whole_tensors
 from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
 from allstep.train.exchange_parts import gather_exchange, own_exchange
@@ -304,7 +304,7 @@ class Run:
         """What this worker loads of what `state_dict` gave. All workers call it."""
         return {
             **state,
-            "model": local_tensors(self._model, state["model"]),
+            "model": local_model(self._model, state["model"]),
             "optimizer": local_optimizer(self._model, self._optimizer, state["optimizer"]),
             "exchange": own_exchange(self.exchange, state["exchange"]),
         }

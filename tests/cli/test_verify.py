@@ -525,6 +525,7 @@ def test_meshes_are_compared(tmp_path):
             {"data": 1, "tensor": 2},
         ]
         assert [cause["name"] for cause in result["causes"]] == causes
+        assert not causes or result["divergence"]["name"] == "0.0.weight"  # the norm's
 
 
 @pytest.mark.parametrize(

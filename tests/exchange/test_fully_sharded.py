@@ -17,7 +17,7 @@ from allstep import Communicator, UsageError
 from allstep.exchange import ParameterServer
 from allstep.exchange.fully_sharded import CollectivePasses
 from tests.exchange.nets import assert_same, differs
-from tests.helpers.divided import whole_state
+from tests.helpers.divided import misfit, save_whole, whole_state
 from tests.helpers.messages import check_messages
 from tests.helpers.processes import run_processes
 
@@ -185,7 +185,7 @@ def refused(call: Callable[[], object]) -> str:
     return str(error.value)
 
 
-def refusals(comm: Communicator) -> dict[str, str]:
+def refusals(comm: Communicator, run_dir: Path) -> dict[str, str]:
     torch.set_num_threads(1)
     model, part, ignoring = shard(make_model(), comm), make_model(), make_model()
     mesh = comm.mesh(data=comm.size).device_mesh()
@@ -215,10 +215,14 @@ def refusals(comm: Communicator) -> dict[str, str]:
     found["elastic"] = refused(
         lambda: allstep.Elastic(loader, exchange, state={"optimizer": optimizer})
     )
+    wider = nn.Sequential(nn.Linear(6, 10, dtype=torch.float64))
+    fully_shard(wider, mesh=mesh)
+    found["wider"] = misfit(wider, comm, run_dir)
     return found
 
 
-def test_what_a_fully_sharded_model_refuses() -> None:
+def test_what_a_fully_sharded_model_refuses(tmp_path: Path) -> None:
+    save_whole(nn.Sequential(nn.Linear(6, 9, dtype=torch.float64)), tmp_path)
     words = {
         **dict.fromkeys(("int8", "exact", "stale", "local"), "FSDP2 sums those of a model"),
         "server": "is sharded by FSDP2",
@@ -228,6 +232,7 @@ def test_what_a_fully_sharded_model_refuses() -> None:
         "local gradients": "sums the workers' gradients before",
         "few": "at least 2 micro-batches",
         "elastic": "is divided over workers",
+        "wider": "of another shape: 0.weight [9, 6] instead of [10, 6], 0.bias [9] instead of [10]",
     }
-    for found in run_processes(2, refusals):
+    for found in run_processes(2, refusals, tmp_path):
         check_messages(found, words)

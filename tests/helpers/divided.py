@@ -1,4 +1,4 @@
-"""Trainings of `text` whose model is divided over workers, compared with those of one worker."""
+"""Models that are divided over workers, compared with those of one worker; most are `text`'s."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator
 from allstep.cli.main import main
 from allstep.comm import fsdp_modules, shards_of, stages_of
+from allstep.errors import CheckpointError
 from allstep.recipes.text import Text
 from tests.helpers.processes import run_processes
 from tests.helpers.small_recipes import small_text
@@ -31,6 +33,36 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     for name, shard in shards.items():
         state[name] = torch.cat(shard.comm.all_gather(state[name].contiguous()), shard.dim)
     return state
+
+
+def save_whole(model: nn.Module, run_dir: Path) -> None:
+    """A checkpoint of one worker's loop, after a step."""
+    exchange, loader, checkpoint = _own_loop(model, Communicator.single_process(), run_dir)
+    with loader, checkpoint:
+        for _ in checkpoint.epochs(1):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                for _ in batch:
+                    batch.backward(sum(p.square().sum() for p in model.parameters()))
+
+
+def misfit(model: nn.Module, data: Communicator, run_dir: Path) -> str:
+    """Why the model can't go on from that of `save_whole`."""
+    exchange, loader, checkpoint = _own_loop(model, data, run_dir)
+    with loader, pytest.raises(CheckpointError) as error, checkpoint:
+        pass
+    exchange.detach()
+    return str(error.value)
+
+
+def _own_loop(
+    model: nn.Module, data: Communicator, run_dir: Path
+) -> tuple[allstep.Exchange, allstep.data.MapLoader, allstep.AutoCheckpoint]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    exchange = allstep.attach(model, data)
+    samples = TensorDataset(torch.ones(data.size))
+    loader = allstep.data.loader(samples, data, global_batch=data.size, micro_batch=1)
+    state = {"optimizer": optimizer}
+    return exchange, loader, allstep.AutoCheckpoint(run_dir, loader, exchange, state=state)
 
 
 def divisible_text(folder: Path, **changes: Any) -> Text:

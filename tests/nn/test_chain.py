@@ -14,6 +14,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import Chain, ChainPart
 from tests.helpers import generators
+from tests.helpers.divided import misfit, save_whole
 from tests.helpers.generators import seeded_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
@@ -174,6 +175,23 @@ def test_chain_goes_on_wherever_its_parts_lie(size, places, tmp_path, thread_gen
     lives(3, (2, 0, 1), tmp_path, 1)
     assert largest_difference(lives(size, places, tmp_path), whole) < 1e-10
     assert largest_difference(lives(1, (0, 0, 0), None, 1), whole) > 1e-3
+
+
+def test_chain_does_not_go_on_from_other_widths(tmp_path):
+    """Which one of the ranks has; both say so."""
+
+    def chain(comm: Communicator, width: int, rank: int) -> Chain:
+        second = ChainPart("b", lambda: nn.Linear(4, width), rank, ("h",), ("y",))
+        return chain_on(comm, [ChainPart("a", nn.Linear(3, 4), 0, ("x",), ("h",)), second])
+
+    save_whole(chain(Communicator.single_process(), 5, 0), tmp_path)
+
+    def refused(comm: Communicator) -> str:
+        model = chain(comm, 7, 1)
+        return misfit(model, model.parts.mesh["data"], tmp_path)
+
+    for said in run_ranks(2, refused):
+        assert "another shape: parts.b.weight [5, 4] instead of [7, 4], parts.b.bias [5]" in said
 
 
 def test_chain_is_not_attached_to_all_workers():

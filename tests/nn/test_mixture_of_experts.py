@@ -18,6 +18,7 @@ import allstep
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import MixtureOfExperts
+from tests.helpers.divided import misfit, save_whole
 from tests.helpers.generators import seeded_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
@@ -645,6 +646,24 @@ def test_autocast_of_the_caller_holds_for_its_tokens() -> None:
 
 
 # -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_experts": 6}, "unexpected: experts.6.0.weight, experts.6.0.bias, "),
+        (
+            {"expert": lambda: nn.Sequential(nn.Linear(D, 3), nn.Linear(3, D))},
+            "of another shape: experts.0.0.weight [5, 4] instead of [3, 4], ",
+        ),
+    ],
+    ids=["fewer", "narrower"],
+)
+def test_a_checkpoint_of_other_experts(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    run_ranks(1, lambda comm: save_whole(make_layer(comm), tmp_path))
+    for said in run_ranks(2, lambda comm: misfit(make_layer(comm, **options), comm, tmp_path)):
+        assert words in said
+
 
 ONE = nn.Linear(D, D)
 

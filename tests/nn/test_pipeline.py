@@ -18,6 +18,7 @@ from allstep.nn import Pipeline
 from allstep.nn.chain import seeded
 from allstep.nn.replicated import seed_at
 from allstep.train import Batch
+from tests.helpers.divided import misfit, save_whole
 from tests.helpers.messages import check_messages
 from tests.helpers.processes import RemoteError, run_processes
 
@@ -469,7 +470,11 @@ def test_stages_without_fixed_shapes() -> None:
         run_processes(2, without_fixed_shapes)
 
 
-def refused(comm: Communicator) -> dict[str, str]:
+def stages_of(width: int, num: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for _ in range(num)]
+
+
+def refused(comm: Communicator, run_dir: Path) -> dict[str, str]:
     """What each wrong call says, on two pipelines of two workers."""
     mesh = comm.mesh(data=2, pipeline=2)
     said = {}
@@ -495,11 +500,15 @@ def refused(comm: Communicator) -> dict[str, str]:
         note("few", lambda: allstep.steps(loader, exchange))
         note("elastic", lambda: allstep.Elastic(loader, exchange, state={}))
     note("shapes", lambda: model.evaluate([(torch.ones(n, 2),) for n in (3, 2, 1)]))
+    said["other widths"] = misfit(of(*stages_of(4, 4)), mesh["data"], run_dir)
+    said["fewer stages"] = misfit(of(*stages_of(3, 2)), mesh["data"], run_dir)
     return said
 
 
 @pytest.mark.process
-def test_what_a_pipeline_refuses() -> None:
+def test_what_a_pipeline_refuses(tmp_path: Path) -> None:
+    comm = Communicator.single_process()
+    save_whole(pipeline(comm, 1, stages=stages_of(3, 4))[0], tmp_path)
     words = {
         "three": "`stages` are 3, which must be a multiple of the 2 workers along the axis.",
         "all": "attach it to mesh['data'], whose workers have the same stages",
@@ -509,6 +518,8 @@ def test_what_a_pipeline_refuses() -> None:
         "measured": "`shares` (='measured') would cut a global batch otherwise on each of the",
         "elastic": "`model.stages` is divided over workers, and its parts would go with one",
         "shapes": "inputs of 3 different shapes: [3, 2] float32, then [2, 2] float32, then [1, 2]",
+        "other widths": "stages.0.0.weight [3, 2] instead of [4, 2], stages.0.0.bias [3] instead",
+        "fewer stages": "unexpected: stages.2.0.weight, ",
     }
-    for said in run_processes(4, refused):
+    for said in run_processes(4, refused, tmp_path):
         check_messages(said, words)

@@ -24,7 +24,7 @@ from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
 from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
-from tests.helpers.divided import whole_state
+from tests.helpers.divided import misfit, save_whole, whole_state
 from tests.helpers.processes import Workers, run_processes
 
 
@@ -368,7 +368,7 @@ def test_convolution_under_tensor_parallel_by_samples_or_not_at_all() -> None:
 def refused(comm: Communicator, folder: Path) -> list[str]:
     """What each wrong call says."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
     class CutsAlongOutputs(ParallelStyle):
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
@@ -419,11 +419,18 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
     note(lambda: allstep.fit(task, replace(options, staleness=1), comm, folder))
     elastic = replace(options, compression="exact")
     note(lambda: allstep.fit(task, elastic, comm, folder, elastic=True))
+    wider = tensor_parallel(mlp(8), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    said.append(misfit(wider, mesh["data"], folder / "other"))
     return said
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
 
 
 @pytest.mark.process
 def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
+    save_whole(mlp(6), tmp_path / "other")
     for said in run_processes(2, refused, tmp_path):
         for words, message in zip(
             [
@@ -441,6 +448,7 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
                 "`comm` (of 1 workers) is not that of Mesh(data=1, tensor=2, rank=",
                 "`staleness` (=1) is for models that are whole on every worker, and `task.model.0.",
                 "`elastic` (=True): `task.model.0.weight` is divided over workers",
+                "0.weight [6, 4] instead of [8, 4], 0.bias [6] instead of [8], 1.weight [4, 6] ins",
             ],
             said,
             strict=True,
