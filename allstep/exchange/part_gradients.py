@@ -56,14 +56,11 @@ class PartGradients:
         trained = list(self.by_name.values())
         if not (self.workers or self._is_exact):
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
-        shards = self._shards
-        by_name = {**self._parameters.trained, **self._parameters.fully_sharded}
-        total = self._square(p for name, p in by_name.items() if name not in shards)
-        for comm in self._along_shards:
-            cut = (by_name[name] for name, shard in shards.items() if shard.comm is comm)
-            total = total + comm.all_reduce(self._square(cut))
+        exchanged = {**self._parameters.trained, **self._parameters.fully_sharded}
+        total = self._square_of_whole(exchanged)
         if self._divided.has_modules:
-            total = total + self._comm.all_reduce(self._square(self._divided.by_name.values()))
+            own = self._square_of_whole(self._divided.by_name)
+            total = total + self._comm.all_reduce(own)
         for comm in self._along_stages:
             total = comm.all_reduce(total)
         if self._is_exact:
@@ -130,6 +127,15 @@ class PartGradients:
         first = [local_part(x).detach().flatten()[:1] for x in found if is_dtensor(x)]
         numbers: list[float] = torch.cat(first).nan_to_num().tolist() if first else []
         return [*numbers, *(x._version for x in found)]
+
+    def _square_of_whole(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Of parameters by name, with the shards that others have of them. Collective."""
+        shards = self._shards
+        total = self._square(p for name, p in parameters.items() if name not in shards)
+        for comm in self._along_shards:
+            cut = (p for n, p in parameters.items() if n in shards and shards[n].comm is comm)
+            total = total + comm.all_reduce(self._square(cut))
+        return total
 
     def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """In float64, as one worker may have no gradient and another many; digits if exact."""

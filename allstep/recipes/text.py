@@ -62,8 +62,8 @@ class Text(TokenRecipe):
     """Heads of its attention; they share the width."""
 
     experts: int | None = None
-    """Feed-forward networks of each block, divided over the workers, of which a token goes through
-    `top_k`; a multiple of the workers. None for a single one."""
+    """Feed-forward networks of each block, divided over the workers that share out the samples, of
+    which a token goes through `top_k`; a multiple of these workers. None for a single one."""
 
     top_k: int = 2
     """Experts of a token, each with 1 / top_k of the hidden features that a single one has."""
@@ -143,25 +143,28 @@ class Text(TokenRecipe):
 
     def _check_copies(self) -> None:
         """Refuses what does not go with copies of the model on several workers."""
-        for name, divided, experts, reason in (
-            ("tensor_parallel", "heads", "divide the blocks", "divides it"),
-            (
-                "pipeline",
-                "depth",
-                "are divided over all workers",
-                "has its blocks on several workers",
-            ),
+        for name, divided, reason in (
+            ("tensor_parallel", "heads", "divides it"),
+            ("pipeline", "depth", "has its blocks on several workers"),
         ):
             length = getattr(self, name)
             if length == 1:
                 continue
             allstep.errors.check_multiple(divided, getattr(self, divided), name, length)
-            reason = f"`{name}` (={length}) {reason}"
-            if self.experts is not None:
-                raise UsageError(
-                    f"`experts` (={self.experts}) {experts}, and {reason}; leave one of them out."
-                )
-            allstep.train.check_sharded(self, reason)
+            allstep.train.check_sharded(self, f"`{name}` (={length}) {reason}")
+        if self.experts is not None and self.pipeline > 1:
+            raise UsageError(
+                f"`experts` (={self.experts}) are divided over all copies, and `pipeline`"
+                f" (={self.pipeline}) has the blocks of one on several workers; leave one of them"
+                " out."
+            )
+        num_hidden = 4 * self.width // self.top_k
+        if self.experts is not None and num_hidden % self.tensor_parallel:
+            raise UsageError(
+                f"`tensor_parallel` (={self.tensor_parallel}) must divide the {num_hidden} hidden"
+                f" features of an expert, four times `width` (={self.width}) by `top_k`"
+                f" (={self.top_k})."
+            )
         if self.tensor_parallel > 1 and self.pipeline == 1:
             for name in ("vocab_size", "sequence_length", "second_sequence_length"):
                 if (length := getattr(self, name)) is not None:
@@ -226,10 +229,12 @@ class Text(TokenRecipe):
             )
         if num_workers > 1 and self.pipeline > 1:
             self._check_micro_batches(num_workers // self.copy_size)
-        if self.experts is not None and self.experts % num_workers:
-            nearest = allstep.errors.nearest_multiples(self.experts, num_workers)
+        num_copies = max(1, num_workers // self.copy_size)
+        if self.experts is not None and self.experts % num_copies:
+            nearest = allstep.errors.nearest_multiples(self.experts, num_copies)
+            which = "workers" if self.copy_size == 1 else "copies of the model"
             raise UsageError(
-                f"`experts` (={self.experts}) must be a multiple of the {num_workers} workers, as"
+                f"`experts` (={self.experts}) must be a multiple of the {num_copies} {which}, as"
                 f" each has as many; nearest: {nearest}."
             )
 
@@ -287,10 +292,10 @@ class Text(TokenRecipe):
         return comm.mesh(data=max(1, comm.size // self.copy_size), **axes)
 
     def _model(self, comm: Communicator) -> nn.Module:
-        model = Transformer(self._config, self._experts(comm))
-        if comm.size == 1 or not self.divides_model:
-            return model
         mesh = self._mesh(comm)
+        model = Transformer(self._config, self._experts(mesh["data"]))
+        if comm.size == 1:
+            return model
         if self.tensor_parallel > 1:
             allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
         if self.shard and mesh["data"].size > 1:

@@ -165,7 +165,7 @@ class TransformerStage(nn.Module):
         """This stage with its block's heads and hidden features divided over `tensor`."""
         from torch.distributed.tensor import Replicate
 
-        return allstep.nn.tensor_parallel(self, mesh, _block_plan("block", Replicate()))
+        return allstep.nn.tensor_parallel(self, mesh, _block_plan("block", self.block, Replicate()))
 
 
 class _Embedding(nn.Module):
@@ -280,7 +280,7 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
         ),
     }
     for i in range(len(model.blocks)):
-        plan |= _block_plan(f"blocks.{i}", tokens)
+        plan |= _block_plan(f"blocks.{i}", model.blocks[i], tokens)
         for name in ("attention_norm", "mlp_norm", "dropout"):
             plan[f"blocks.{i}.{name}"] = SequenceParallel(use_local_output=True)
     return plan
@@ -299,11 +299,12 @@ def shard_blocks(model: Transformer, mesh: "DeviceMesh") -> None:
         fully_shard(module, mesh=mesh)
 
 
-def _block_plan(block: str, between: "Placement") -> dict[str, "ParallelStyle"]:
+def _block_plan(name: str, block: nn.Module, between: "Placement") -> dict[str, "ParallelStyle"]:
     """Of a block's heads and hidden features.
 
     Args:
-        block: its name.
+        name: the block's.
+        block: the block.
         between: how features are laid out before and after each half.
     """
     from torch.distributed.tensor import Replicate
@@ -313,7 +314,7 @@ def _block_plan(block: str, between: "Placement") -> dict[str, "ParallelStyle"]:
         RowwiseParallel,
     )
 
-    attention, mlp = f"{block}.attention", f"{block}.mlp"
+    attention = f"{name}.attention"
     plan: dict[str, ParallelStyle] = {
         # Their gradients are added before they are summed over the workers, in one message.
         attention: PrepareModuleInput(
@@ -322,10 +323,40 @@ def _block_plan(block: str, between: "Placement") -> dict[str, "ParallelStyle"]:
     }
     plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("query", "key", "value")}
     plan |= {f"{attention}.output": RowwiseParallel(output_layouts=between)}
-    plan |= {
-        f"{mlp}.hidden": ColwiseParallel(input_layouts=between),
-        f"{mlp}.output": RowwiseParallel(output_layouts=between),
+    return plan | _mlp_plan(f"{name}.mlp", block.get_submodule("mlp"), between)
+
+
+def _mlp_plan(name: str, mlp: nn.Module, between: "Placement") -> dict[str, "ParallelStyle"]:
+    """Of hidden features; a router sees whole tokens, so that workers of a copy choose the same.
+
+    Args:
+        name: the layer's.
+        mlp: a single network, or this worker's experts.
+        between: how features are laid out before and after the layer.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInputOutput,
+        RowwiseParallel,
+    )
+
+    if not isinstance(mlp, allstep.nn.MixtureOfExperts):
+        return {
+            f"{name}.hidden": ColwiseParallel(input_layouts=between),
+            f"{name}.output": RowwiseParallel(output_layouts=between),
+        }
+    plan: dict[str, ParallelStyle] = {
+        name: PrepareModuleInputOutput(
+            input_layouts=(between,),
+            desired_input_layouts=(Replicate(),),
+            use_local_input=True,
+            output_layouts=(Replicate(), None),  # the other output is the balance loss
+            desired_output_layouts=(between, Replicate()),
+        )
     }
+    for number in mlp.experts:
+        plan |= _mlp_plan(f"{name}.experts.{number}", mlp.experts[number], Replicate())
     return plan
 
 

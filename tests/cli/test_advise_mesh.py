@@ -245,7 +245,7 @@ def test_bad_input_is_one_clear_message(refuse, arguments, message):
     [
         (
             ("--experts", "4"),
-            "`experts` (=4) divide the blocks, and `tensor_parallel` (=2) divides",
+            "divides plain blocks, and those of recipe `text` have experts: leave `--experts` out",
         ),
         (("--tensor-parallel", "2"), "both say how the model is divided: leave these out"),
         (("--pipeline", "2"), "both say how the model is divided: leave these out"),

@@ -256,6 +256,8 @@ def test_experts_that_do_not_divide(
     flags = ["--folder", str(folder), "--experts", "4"]
     recipe = small(folder / "nowhere")
     check_three_workers_refused(recipe, flags, words, tmp_path / "run", capsys)
+    with pytest.raises(UsageError, match="must be a multiple of the 3 copies of the model"):
+        small(folder, tensor_parallel=2).check_workers(6)
 
 
 @pytest.mark.parametrize(

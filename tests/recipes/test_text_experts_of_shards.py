@@ -1,0 +1,77 @@
+"""`text` with experts whose hidden features are divided, data x tensor: the run of one worker."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allstep.comm import divided_modules
+from allstep.recipes.text import Text
+from tests.helpers.divided import (
+    Found,
+    keep_one_checkpoint,
+    largest_difference,
+    small_text,
+    train_on,
+    trainings_on,
+)
+from tests.helpers.texts import write_topics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_topics(tmp_path / "texts", 4)
+
+
+def small(folder: Path, **changes: Any) -> Text:
+    usual = {"depth": 2, "experts": 4, "capacity_factor": 1.0, "tensor_parallel": 2}
+    return small_text(folder, **usual | {"optimizer": "lamb", "train_share": 0.3} | changes)
+
+
+def average_experts(model: nn.Module) -> None:
+    """Gradients as the mean over the axis of data, of what one worker along it has."""
+    for modules in divided_modules(model).values():
+        for p in modules.parameters():
+            p.register_hook(lambda gradient, size=modules.comm.size: gradient / size)
+
+
+def has_same_bits(found: Found, other: Found) -> bool:
+    return all(torch.equal(found[0][name], value) for name, value in other[0].items())
+
+
+@pytest.mark.process
+def test_divided_experts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
+    """data x tensor of 2x2; with dropout, clipping, drops and uneven micro-batches."""
+    recipe = small(folder, train_share=0.15)
+    one = train_on(1, recipe, tmp_path / "one")
+    assert one[1].metrics["dropped"] > 0.01
+    runs = (recipe, tmp_path / "four"), (recipe, tmp_path / "mean", average_experts)
+    four, of_mean = trainings_on(4, *runs)
+    assert largest_difference(one, four) < 1e-10
+    assert largest_difference(one, of_mean) > 1e-6
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_exact_sums_of_divided_experts(folder: Path, tmp_path: Path) -> None:
+    """The same bits on any number of copies, also after a checkpoint of 2x2."""
+    recipe = small(folder)
+    exact = replace(recipe, compression="exact", checkpoint_every_steps=3, keep_checkpoints=9)
+    four, plain_four = trainings_on(4, (exact, tmp_path / "4"), (recipe, tmp_path / "plain-4"))
+    keep_one_checkpoint(tmp_path / "4", 3)
+    shutil.copytree(tmp_path / "4", tmp_path / "1")
+    two, plain_two, resumed = trainings_on(
+        2,
+        (exact, tmp_path / "2"),
+        (recipe, tmp_path / "plain-2"),
+        (exact, tmp_path / "4", None, True),
+    )
+    assert has_same_bits(two, four) and has_same_bits(resumed, four)
+    assert not has_same_bits(plain_two, plain_four)
+    one = train_on(1, exact, tmp_path / "1", None, True)
+    for found in (two, plain_two, plain_four):
+        assert largest_difference(one, found) < 1e-10
