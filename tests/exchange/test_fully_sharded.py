@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def train(
     has_weights: bool = False,
     run_dir: Path | None = None,
     num_epochs: int = 2,
+    global_batch: int = GLOBAL_BATCH,
     spoil: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Parameters, statistics and losses, with uneven micro-batches, dropout and clipping."""
@@ -74,9 +76,10 @@ def train(
         shard(model, comm)
     exchange = allstep.attach(model, comm)
     spoil()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    kind = allstep.optim.LAMB if has_weights else torch.optim.AdamW
+    optimizer = kind(model.parameters(), 0.01)
     loader = allstep.data.loader(
-        samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=5
+        samples(), comm, global_batch=global_batch, micro_batch=MICRO_BATCH, seed=5
     )
     evaluator = allstep.Evaluator(metrics, samples(), comm, micro_batch=4)
     found: dict[str, Tensor] = {}
@@ -116,18 +119,33 @@ def use_torchs_mean() -> None:
     CollectivePasses.set_scale = lambda self, scale: None  # type: ignore[method-assign]
 
 
-def train_both(comm: Communicator, is_sharded: bool) -> list[dict[str, Tensor]]:
-    """Means, sums with weights, and the control."""
+def train_both(
+    comm: Communicator, is_sharded: bool, global_batch: int, num_epochs: int
+) -> list[dict[str, Tensor]]:
+    """Means, sums with weights by LAMB, and the control."""
     torch.set_num_threads(1)
-    means, sums = (train(comm, is_sharded=is_sharded, has_weights=has) for has in (False, True))
-    return [means, sums, train(comm, is_sharded=is_sharded, spoil=use_torchs_mean)]
+    run = partial(
+        train, comm, is_sharded=is_sharded, global_batch=global_batch, num_epochs=num_epochs
+    )
+    return [run(), run(has_weights=True), run(spoil=use_torchs_mean)]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_fully_sharded_model_is_that_of_one_worker(size: int) -> None:
-    """Batch norm, dropout, clipping; 5 and 1 micro-batches, and sums over tokens with weights."""
-    [(means, sums, _)] = run_processes(1, train_both, False)
-    for of_means, of_sums, of_torch in run_processes(size, train_both, True):
+@pytest.mark.parametrize(
+    ("size", "global_batch", "num_epochs"),
+    [(2, 15, 2), (3, 15, 2), pytest.param(8, 27, 10, marks=pytest.mark.slow)],
+)
+def test_fully_sharded_model_is_that_of_one_worker(
+    size: int, global_batch: int, num_epochs: int
+) -> None:
+    """Batch norm, dropout, clipping; 5 and 1 micro-batches, and sums over tokens with weights.
+
+    On eight workers 9 and 2 micro-batches, and some have no part of a layer.
+    """
+    arguments = global_batch, num_epochs
+    [(means, sums, _)] = run_processes(1, train_both, False, *arguments)
+    for of_means, of_sums, of_torch in run_processes(
+        size, train_both, True, *arguments, timeout_s=200
+    ):
         assert_same(of_means, means)
         assert_same(of_sums, sums)
         assert differs(of_torch, means, by=1e-6)
@@ -136,17 +154,30 @@ def test_fully_sharded_model_is_that_of_one_worker(size: int) -> None:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def train_on(comm: Communicator, run_dir: Path, num_epochs: int) -> dict[str, Tensor]:
+def train_on(
+    comm: Communicator, run_dir: Path, num_epochs: int, global_batch: int
+) -> dict[str, Tensor]:
     torch.set_num_threads(1)
-    return train(comm, is_sharded=comm.size > 1, run_dir=run_dir, num_epochs=num_epochs)
+    return train(
+        comm,
+        is_sharded=comm.size > 1,
+        run_dir=run_dir,
+        num_epochs=num_epochs,
+        global_batch=global_batch,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_fully_sharded_checkpoint_resumes_on_other_workers(size: int, tmp_path: Path) -> None:
-    [undisturbed] = run_processes(1, train_on, tmp_path / "undisturbed", 4)
-    run_processes(2, train_on, tmp_path / "run", 2)
-    for found in run_processes(size, train_on, tmp_path / "run", 4):
+@pytest.mark.parametrize(
+    ("size", "later_size", "global_batch"),
+    [(2, 1, 15), (2, 2, 15), (2, 3, 15), (8, 3, 27), (3, 8, 27)],
+)
+def test_fully_sharded_checkpoint_resumes_on_other_workers(
+    size: int, later_size: int, global_batch: int, tmp_path: Path
+) -> None:
+    [undisturbed] = run_processes(1, train_on, tmp_path / "undisturbed", 4, global_batch)
+    run_processes(size, train_on, tmp_path / "run", 2, global_batch)
+    for found in run_processes(later_size, train_on, tmp_path / "run", 4, global_batch):
         later = {name: undisturbed[name] for name in found}
         assert len(later) < len(undisturbed)
         assert_same(found, later)

@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def train(
     has_weights: bool = False,
     is_scaled: bool = False,
     run_dir: Path | None = None,
+    global_batch: int = 15,
     spoil: Callable[[nn.Module], None] = leave,
 ) -> dict[str, Tensor]:
     """Parameters, statistics, norms and losses; global batches of 5 micro-batches, the last of 4.
@@ -101,8 +103,8 @@ def train(
     if comm.size > 1:
         spoil(model)
     update = optimizer(model.parameters(), lr=0.02)
-    loader = allstep.data.loader(samples(), data, global_batch=15, micro_batch=3, seed=5)
-    evaluator = allstep.Evaluator(metrics, Subset(samples(), range(22)), data, micro_batch=4)
+    loader = allstep.data.loader(samples(), data, global_batch=global_batch, micro_batch=3, seed=5)
+    evaluator = allstep.Evaluator(metrics, Subset(samples(), range(22)), data, micro_batch=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
     found: dict[str, Tensor] = {}
 
@@ -115,7 +117,9 @@ def train(
                 else:
                     batch.backward(scaler.scale(F.cross_entropy(model(x), y)))
             if is_scaled:
-                ranks = (1, 3) if kind == "hybrid" else (comm.size - 1,)
+                ranks = (1, 1 + comm.size // 2)  # copies of a shard
+                if kind != "hybrid":
+                    ranks = (min(comm.size - 1, 5),)  # the last of eight has no rows
                 if batch.step == 1 and comm.rank in ranks:
                     gradient = local_part(model.get_parameter("3.weight").grad)
                     gradient[0, 0] = math.inf
@@ -151,14 +155,18 @@ def forget_other_parts(model: nn.Module) -> None:
         vars(p).pop("shard_group", None)
 
 
-def train_all(comm: Communicator, kind: str) -> dict[str, dict[str, Tensor]]:
+def train_all(
+    comm: Communicator, kind: str, global_batch: int = 15
+) -> dict[str, dict[str, Tensor]]:
     """Means over 20 steps with a scaler, sums with weights and LAMB; and the controls."""
+    run = partial(train, comm, kind, global_batch=global_batch)
+    of_lamb = partial(run, optimizer=LAMB, has_weights=True)
     found = {
-        "adamw": train(comm, kind, num_epochs=4, is_scaled=True),
-        "lamb": train(comm, kind, optimizer=LAMB, has_weights=True),
-        "parts": train(comm, kind, optimizer=LAMB, has_weights=True, spoil=forget_other_parts),
+        "adamw": run(num_epochs=4 * global_batch // 15, is_scaled=True),
+        "lamb": of_lamb(),
+        "parts": of_lamb(spoil=forget_other_parts),
     }
-    return found | {"torch": train(comm, kind, spoil=use_torchs_mean)}
+    return found | {"torch": run(spoil=use_torchs_mean)}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +179,27 @@ def test_fully_sharded_mesh_trains_the_model_of_one_worker(
     kind: str, one: dict[str, dict[str, Tensor]]
 ) -> None:
     """Batch norm, dropout, clipping; uneven numbers of micro-batches."""
-    for found in run_processes(2 if kind == "1 x 2" else 4, train_all, kind, timeout_s=200):
+    check_mesh(kind, 2 if kind == "1 x 2" else 4, one)
+
+
+@pytest.fixture(scope="module")
+def one_of_nine_micro_batches() -> dict[str, dict[str, Tensor]]:
+    return train_all(Communicator.single_process(), "", 27)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["4 x 2", "hybrid"])
+def test_fully_sharded_mesh_of_eight_workers(
+    kind: str, one_of_nine_micro_batches: dict[str, dict[str, Tensor]]
+) -> None:
+    """Some of which have no part of a layer."""
+    check_mesh(kind, 8, one_of_nine_micro_batches, 27)
+
+
+def check_mesh(
+    kind: str, size: int, one: dict[str, dict[str, Tensor]], global_batch: int = 15
+) -> None:
+    for found in run_processes(size, train_all, kind, global_batch, timeout_s=300):
         for name in ("adamw", "lamb"):
             assert_same(found[name], one[name])
         if kind != "hybrid":

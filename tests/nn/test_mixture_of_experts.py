@@ -4,6 +4,7 @@ import copy
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,17 +294,22 @@ def test_first_choices_come_before_second_ones() -> None:
 GLOBAL_BATCH, MICRO_BATCH, NUM_SAMPLES = 20, 4, 51  # 5 micro-batches; 5; 3, the last one short
 
 
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 class Net(nn.Module):
     """Two layers with dropout in their experts, and a dense one between."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, num_experts: int = E) -> None:
         super().__init__()
 
         def noisy() -> nn.Module:
             return nn.Sequential(expert(), nn.Dropout(0.3))
 
         layers = [{"top_k": 2, "capacity_factor": 1.5, "seed": 1}, {"top_k": 1, "seed": 2}]
-        self.moe = nn.ModuleList(make_layer(comm, expert=noisy, **options) for options in layers)
+        self.moe = nn.ModuleList(
+            make_layer(comm, expert=noisy, num_experts=num_experts, **options) for options in layers
+        )
         self.dense = nn.Linear(D, D).double()
         with torch.no_grad():
             for i, p in enumerate(self.dense.parameters()):
@@ -339,12 +345,14 @@ def train(
     num_passes: int = 1,
     clip: Callable[[Any], None] = lambda exchange: None,
     num_epochs: int = 2,
+    num_experts: int = E,
+    kind: Callable[..., torch.optim.Optimizer] = MOMENTUM,
 ) -> dict[str, Tensor]:
     """Three steps an epoch; parameters, and how often an expert had no room."""
-    model = Net(comm)
+    model = Net(comm, num_experts)
     exchange = allstep.attach(model, comm, policy)
     spoil(model, comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = kind(model.parameters())
     with allstep.data.loader(
         samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=11, shares=shares
     ) as loader:
@@ -416,8 +424,30 @@ def test_training_in_other_ways(
     assert largest_difference(one, run(3, **options)) < 1e-10
 
 
-def test_controls_of_training(run: Callable[..., dict[str, Tensor]]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weigh": True, "kind": partial(allstep.optim.LAMB, lr=0.05)},
+        {"kind": partial(torch.optim.AdamW, lr=0.02), "num_passes": 2},
+        {"clip": clip_over_all, "policy": EXACT},
+        {"clip": clip_over_all, "policy": allstep.Synchronous(plain=True)},
+        {"shares": [1, 4, 1, 0.5, 1, 1, 1, 2]},
+    ],
+    ids=["momentum", "lamb, weights", "adamw, two passes", "exact", "plain", "shares"],
+)
+def test_eight_workers(options: dict[str, Any], run: Callable[..., dict[str, Tensor]]) -> None:
+    """Five micro-batches a step, or three: some workers have none from the first step on."""
+    usual = {"num_experts": 8, "num_epochs": 7}
+    one = run(1, **usual, **{name: x for name, x in options.items() if name != "shares"})
+    assert largest_difference(one, run(8, **usual, **options)) < 1e-10
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_controls_of_training(size: int, run: Callable[..., dict[str, Tensor]]) -> None:
     """Expert gradients as the mean over workers, or dropout by worker, are another model."""
+    run = partial(run, num_experts=8)
     one = run(1)
 
     def average(model: nn.Module, comm: Communicator) -> None:
@@ -429,8 +459,8 @@ def test_controls_of_training(run: Callable[..., dict[str, Tensor]]) -> None:
         for layer in model.moe:
             layer._seeded = lambda seed, device: seeded_thread(seed + comm.rank, device)
 
-    assert largest_difference(one, run(2, spoil=average)) > 1e-3
-    assert largest_difference(one, run(2, spoil=draw_by_worker)) > 1e-3
+    assert largest_difference(one, run(size, spoil=average)) > 1e-3
+    assert largest_difference(one, run(size, spoil=draw_by_worker)) > 1e-3
 
 
 def test_two_runs_have_the_same_bits(run: Callable[..., dict[str, Tensor]]) -> None:
@@ -451,7 +481,7 @@ def test_clipping_by_one_workers_norm_is_noticed(
 
 def train_scaled(comm: Communicator, *, tells: bool) -> dict[str, Tensor]:
     """With a GradScaler; the gradient of one expert, and of no other, overflows in step 2."""
-    model = Net(comm)
+    model = Net(comm, num_experts=8)
     exchange = allstep.attach(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -479,8 +509,9 @@ def test_a_step_that_an_expert_overflows_is_skipped_on_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, *_ = run_ranks(1, lambda comm: train_scaled(comm, tells=False))
-    found = merged(run_ranks(2, lambda comm: train_scaled(comm, tells=True)))
-    assert largest_difference(one, found) < 1e-10
+    for size in (2, 8):
+        found = merged(run_ranks(size, lambda comm: train_scaled(comm, tells=True)))
+        assert largest_difference(one, found) < 1e-10
     assert caplog.text == ""
     with pytest.raises(DisagreementError, match="updates since the last exchange"):
         run_ranks(2, lambda comm: train_scaled(comm, tells=False))
@@ -688,6 +719,19 @@ ONE = nn.Linear(D, D)
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         run_ranks(2, lambda comm: make_layer(comm, **options))
+
+
+def test_experts_along_an_axis_of_their_own() -> None:
+    """Whose copies along `data` nobody would sum."""
+
+    def attach(comm: Communicator) -> None:
+        mesh = comm.mesh(data=2, expert=2)
+        layer = make_layer(mesh["expert"])
+        for workers in (comm, mesh["data"]):
+            with pytest.raises(UsageError, match="over the 2 workers of another communicator than"):
+                allstep.attach(layer, workers)
+
+    run_ranks(4, attach)
 
 
 def test_workers_must_make_the_same_layer() -> None:

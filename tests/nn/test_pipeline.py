@@ -97,13 +97,16 @@ def train(
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
     clip_norm: float | None = None,
+    global_batch: int = GLOBAL_BATCH,
+    micro_batch: int = MICRO_BATCH,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Trained:
     """Twenty steps at least; an epoch's last global batch is short."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = kind(model.parameters(), lr=0.01)
     exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
     losses = []
     loader = allstep.data.loader(
-        samples(num), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        samples(num), comm, global_batch=global_batch, micro_batch=micro_batch
     )
     with loader:
         while loader.step < 20:
@@ -131,6 +134,7 @@ def plainly(
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
     clip_norm: float | None = None,
+    **options: Any,
 ) -> Trained:
     """`batch.backward` for each micro-batch, and draws by micro-batch and stage."""
     device = torch.device("cpu")
@@ -148,7 +152,8 @@ def plainly(
                 with seeded(seed_at(seed, 0 if spoilt == "seeds" else number), device):
                     values = stage(*values)
             if spoilt == "weights":  # as the mean over micro-batches, which torch's schedules take
-                batch.backward(mean_error(values, data) * MICRO_BATCH / len(data[0]))
+                size = options.get("micro_batch", MICRO_BATCH)
+                batch.backward(mean_error(values, data) * size / len(data[0]))
             elif weighed:
                 batch.backward(counted_error(values, data), weight=counts_of(data))
             else:
@@ -156,7 +161,7 @@ def plainly(
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
 
-    return train(model, Communicator.single_process(), run, num, policy)
+    return train(model, Communicator.single_process(), run, num, policy, **options)
 
 
 def pipeline(comm: Communicator, num_data: int, **options: Any) -> tuple[Pipeline, Communicator]:
@@ -172,15 +177,17 @@ def pipelined(
     schedule: str = "1f1b",
     *,
     is_frozen: bool = False,
+    stages: Sequence[Maker] | None = None,
     weighed: bool = False,
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
+    **options: Any,
 ) -> Trained:
     """The same through a pipeline."""
     of_loss = {"loss": counted_error, "weight": counts_of} if weighed else {}
-    stages = makers(is_frozen)
+    stages = stages or makers(is_frozen)
     model, data = pipeline(comm, num_data, stages=stages, schedule=schedule, **of_loss)
-    return train(model, data, lambda batch: batch.run(model), num, policy)
+    return train(model, data, lambda batch: batch.run(model), num, policy, **options)
 
 
 def assert_same(found: Trained, expected: Trained) -> None:
@@ -241,6 +248,43 @@ def test_controls(expected: dict[str, Trained]) -> None:
     """Stages that draw the same, and micro-batches that count the same, are other models."""
     for spoilt in ("seeds", "weights"):
         assert_other(plainly(spoilt=spoilt), expected["means"])
+
+
+EIGHT: dict[str, Any] = {"stages": (*7 * [Block], Head), "global_batch": 18, "micro_batch": 2}
+VARIANTS_OF_EIGHT: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipped": ("1f1b", {"num": 45, "clip_norm": 0.05}),
+    "lamb, sums": ("interleaved", {"weighed": True, "kind": allstep.optim.LAMB}),
+    # Its last global batches have one micro-batch, so that copies have none.
+    "short, exact": ("gpipe", {"num": 38, "policy": allstep.Synchronous(compression="exact")}),
+}
+
+
+def eight_workers(comm: Communicator, num_data: int) -> dict[str, Trained]:
+    return {
+        name: pipelined(comm, num_data, schedule, **EIGHT, **options)
+        for name, (schedule, options) in VARIANTS_OF_EIGHT.items()
+    }
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_eight_workers() -> None:
+    """Nine micro-batches, on 4 x 2, 2 x 4 and 1 x 8 (data x pipeline)."""
+    expected = {name: plainly(**EIGHT, **given) for name, (_, given) in VARIANTS_OF_EIGHT.items()}
+    for spoilt in ("seeds", "weights"):
+        spoilt_one = plainly(spoilt=spoilt, num=45, clip_norm=0.05, **EIGHT)
+        assert_other(spoilt_one, expected["clipped"])
+    assert_other(plainly(num=45, **EIGHT), expected["clipped"])
+    exact: list[State] = []
+    for num_data in (4, 2, 1):
+        workers = run_processes(8, eight_workers, num_data, timeout_s=400)
+        for of_worker in workers:
+            for name, found in of_worker.items():
+                assert len(found.state) == 2 * num_data
+                assert_same(found, expected[name])
+        exact.append({n: p for found in workers for n, p in found["short, exact"].state.items()})
+    for state in exact[1:]:
+        assert all(torch.equal(p, exact[0][name]) for name, p in state.items())
 
 
 def with_policies(comm: Communicator, num_data: int) -> list[Trained]:
