@@ -140,6 +140,7 @@ class Batch:
         with _all((*(other.left_out() for other in others), *together)):
             totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
             with _all(statistics.step(total) for statistics, total in totals):
+                self._gradients.note_earlier()
                 self._serve_others()
                 for exchange in self._exchanges:
                     exchange.begin_batch(self._num_local_micro_batches)

@@ -1,10 +1,13 @@
 """Watches that nothing but `batch.backward` changes anything in the loop over a batch."""
 
+from itertools import chain
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
+from allstep.torch_classes import local_part
 
 
 class GradientGuard:
@@ -21,6 +24,12 @@ class GradientGuard:
         self._exchanges = exchanges
         self._seen: list[tuple[str, nn.Parameter, Tensor | None, tuple[int, int]]] = []
         self._rates: list[tuple[Optimizer, list[object]]] = []
+        self._earlier: list[str] = []  # experts' parameters that had a gradient before the batch
+
+    def note_earlier(self) -> None:
+        """Before any backward pass of the batch, also those of experts for others' samples."""
+        divided = (item for x in self._exchanges for item in x.divided.items())
+        self._earlier = [name for name, p in divided if _has_gradient(p)]
 
     def begin(self) -> None:
         """The loop over the batch's micro-batches begins."""
@@ -56,13 +65,17 @@ class GradientGuard:
             UsageError: if it held anything.
         """
         # Experts may have one of this batch already, of other workers' samples.
-        trained = (item for exchange in self._exchanges for item in exchange.trained.items())
-        for name, p in trained:
-            if p.grad is not None and p.grad.any():
-                raise UsageError(
-                    f"The gradient of `{name}` was not zero before global batch {step}, whose"
-                    " losses have a `weight`: call `optimizer.zero_grad()` after each step."
-                )
+        others = (
+            name
+            for x in self._exchanges
+            for name, p in x.with_gradients.items()
+            if name not in x.divided and _has_gradient(p)
+        )
+        for name in chain(self._earlier, others):
+            raise UsageError(
+                f"The gradient of `{name}` was not zero before global batch {step}, whose"
+                " losses have a `weight`: call `optimizer.zero_grad()` after each step."
+            )
 
     def forget(self) -> None:
         """From now on they may be changed."""
@@ -86,6 +99,11 @@ def _rates_of(optimizer: Optimizer) -> list[object]:
     """A tensor by its version, for to look at its value would mean to wait for its device."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [(id(x), x._version) if isinstance(x, Tensor) else x for x in rates]
+
+
+def _has_gradient(p: nn.Parameter) -> bool:
+    """Whether there is one that is not zero here; the host waits for it."""
+    return p.grad is not None and bool(local_part(p.grad).any())
 
 
 def _versions(p: nn.Parameter) -> tuple[int, int]:

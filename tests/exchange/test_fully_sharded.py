@@ -249,6 +249,12 @@ def refusals(comm: Communicator, run_dir: Path) -> dict[str, str]:
     wider = nn.Sequential(nn.Linear(6, 10, dtype=torch.float64))
     fully_shard(wider, mesh=mesh)
     found["wider"] = misfit(wider, comm, run_dir)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    loader = allstep.data.loader(samples(), comm, global_batch=6, micro_batch=3)
+    (batch, *_) = [next(iter(allstep.steps(loader, exchange)))]
+    x, _ = next(iter(batch))
+    found["earlier"] = refused(lambda: batch.backward(model(x).sum(), weight=3))
     return found
 
 
@@ -263,6 +269,7 @@ def test_what_a_fully_sharded_model_refuses(tmp_path: Path) -> None:
         "local gradients": "sums the workers' gradients before",
         "few": "at least 2 micro-batches",
         "elastic": "is divided over workers",
+        "earlier": "The gradient of `0.weight` was not zero before global batch 0",
         "wider": "of another shape: 0.weight [9, 6] instead of [10, 6], 0.bias [9] instead of [10]",
     }
     for found in run_processes(2, refusals, tmp_path):

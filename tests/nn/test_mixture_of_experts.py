@@ -603,6 +603,23 @@ def test_nothing_else_changes_experts_gradients_in_the_loop_over_a_batch(size: i
         run_ranks(size, train)
 
 
+def test_an_experts_earlier_gradient_goes_with_no_weights() -> None:
+    """It would be divided by them; that of others' samples in this batch may be there."""
+
+    def train(comm: Communicator) -> None:
+        layer = make_layer(comm)
+        exchange = allstep.attach(layer, comm)
+        with allstep.data.loader(samples(), comm, global_batch=20, micro_batch=4) as loader:
+            for batch in allstep.steps(loader, exchange):
+                for x, _ in batch:
+                    batch.backward(layer(x)[0].sum(), weight=len(x))
+                layer.router.zero_grad()
+
+    for size in (1, 2):
+        with pytest.raises(UsageError, match=r"gradient of `experts\..*` was not zero before glo"):
+            run_ranks(size, train)
+
+
 def test_experts_without_parameters() -> None:
     """Workers with fewer micro-batches run them for others, too."""
 
