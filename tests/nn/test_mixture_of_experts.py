@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Mesh, Shard, ShardHook
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import MixtureOfExperts
 from tests.helpers.divided import misfit, save_whole
@@ -461,6 +461,31 @@ def test_controls_of_training(size: int, run: Callable[..., dict[str, Tensor]]) 
 
     assert largest_difference(one, run(size, spoil=average)) > 1e-3
     assert largest_difference(one, run(size, spoil=draw_by_worker)) > 1e-3
+
+
+@pytest.mark.parametrize("policy", [allstep.Synchronous(), EXACT])
+def test_norm_of_experts_whose_layers_are_cut(policy: allstep.Synchronous) -> None:
+    """Shards on data x tensor of 2 x 2; what is whole counts once."""
+
+    class Cut(ShardHook):
+        def __init__(self, mesh: Mesh[Communicator]) -> None:
+            self.shards = {"weight": Shard(mesh, "tensor", 0)}
+
+        def __call__(self, *_: object) -> None:
+            pass
+
+    def clip(comm: Communicator) -> float:
+        mesh = comm.mesh(data=2, tensor=2)
+        layer = make_layer(mesh["data"], expert=lambda: nn.Linear(D, D), num_experts=4)
+        for linear in layer.experts.values():
+            linear.register_forward_pre_hook(Cut(mesh))
+        exchange = allstep.attach(layer, mesh["data"], policy)
+        for p in layer.parameters():
+            p.grad = torch.ones_like(p)
+        return float(exchange.clip_grad_norm_(1.0))
+
+    expected = math.sqrt(4 * D + 4 * (2 * D * D + D))  # the router's, and 4 experts'
+    assert run_ranks(4, clip) == pytest.approx([expected] * 4, rel=1e-12)
 
 
 def test_two_runs_have_the_same_bits(run: Callable[..., dict[str, Tensor]]) -> None:
