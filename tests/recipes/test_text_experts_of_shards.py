@@ -13,9 +13,9 @@ from allstep.comm import divided_modules
 from allstep.recipes.text import Text
 from tests.helpers.divided import (
     Found,
+    divisible_text,
     keep_one_checkpoint,
     largest_difference,
-    small_text,
     train_on,
     trainings_on,
 )
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 2, "experts": 4, "capacity_factor": 1.0, "tensor_parallel": 2}
-    return small_text(folder, **usual | {"optimizer": "lamb", "train_share": 0.3} | changes)
+    return divisible_text(folder, **usual | {"optimizer": "lamb", "train_share": 0.3} | changes)
 
 
 def average_experts(model: nn.Module) -> None:
