@@ -18,6 +18,7 @@ from allstep.exchange.hooks import owners_of
 from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.parameters import ParameterSet, signature
+from allstep.exchange.part_gradients import begin_scale
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Synchronous
 
@@ -46,7 +47,8 @@ def attach(
         policy: how to exchange; the default takes the mean.
         global_batch: samples of one step over all workers, for the message alone.
         scaler: the GradScaler that losses are scaled with. Whoever adds to the gradients of one
-            step those of another must know it: staleness, and formats with error feedback.
+            step those of another must know it: staleness, and formats with error feedback. It
+            then has its scale at once, for a worker without a loss in its first step.
         optimizer: of the model's parameters; only local SGD needs to know it.
 
     Returns:
@@ -109,6 +111,8 @@ def attach(
     else:
         exchange = OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)
     watch(exchange)
+    if scaler is not None:
+        begin_scale(scaler, comm.device)
     return exchange
 
 

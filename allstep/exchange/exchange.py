@@ -224,6 +224,7 @@ class Exchange(ABC):
 
         Needed before each `scaler.step(optimizer)` where workers have experts or shards of the
         model: a gradient that overflows on one of them is every worker's. Then it is collective.
+        It also serves workers that had no micro-batch yet, or have no gradient in their parts.
 
         Args:
             scaler: that the losses were scaled with.

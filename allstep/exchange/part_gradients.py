@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,17 +74,19 @@ class PartGradients:
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.unscale_(optimizer)`, whose findings all workers of a copy share. Collective."""
-        # A scaler makes its scale at the first loss; a worker may not have had a micro-batch yet.
-        scaler.scale(torch.zeros((), device=self._comm.device))
+        if not scaler.is_enabled():
+            return
+        begin_scale(scaler, self._comm.device)
         scaler.unscale_(optimizer)
-        flags = list(scaler._found_inf_per_device(optimizer).values())
+        flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
         found = torch.zeros((), device=self._comm.device)
-        for flag in flags:
+        for flag in flags.values():
             found = found + flag.to(found.device)
         for comm in self.workers:
             found = comm.all_reduce(found, "max")
-        for flag in flags:
+        for flag in flags.values():
             flag.copy_(found)
+        flags.setdefault(found.device, found)  # of a worker whose parts have no gradient
         self.note_global()
 
     def note_global(self) -> None:
@@ -146,6 +149,11 @@ class PartGradients:
             return digits_of(squares).sum(0)
         norm = get_total_norm(gradients)
         return _whole(norm).to(self._comm.device, torch.float64).square()
+
+
+def begin_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Makes a scale, as a first loss does, for a worker that had no micro-batch yet."""
+    scaler.scale(torch.zeros((), device=device))
 
 
 def _whole(norm: Tensor) -> Tensor:

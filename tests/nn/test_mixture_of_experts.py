@@ -542,6 +542,25 @@ def test_a_step_that_an_expert_overflows_is_skipped_on_all(
         run_ranks(2, lambda comm: train_scaled(comm, tells=False))
 
 
+def test_a_scaler_steps_for_experts_without_a_gradient() -> None:
+    """As those that no token was sent to."""
+
+    def worker(comm: Communicator) -> float:
+        layer = make_layer(comm)
+        exchange = allstep.attach(layer, comm)
+        optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+        scaler.scale(layer(values(10, D, seed=0))[0].sum()).backward()
+        if comm.rank == 1:
+            optimizer.zero_grad()
+        exchange.unscale_(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert run_ranks(2, worker) == [128, 128]
+
+
 @pytest.mark.parametrize("is_frozen_first", [False, True])
 def test_a_loop_without_steps_takes_the_mean(is_frozen_first: bool) -> None:
     """Each worker has one micro-batch, weighed by nobody: the exchange scales."""

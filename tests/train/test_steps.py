@@ -222,6 +222,29 @@ def test_steps_replay_gives_the_same_data() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("how", ["attach", "unscale_"])
+def test_a_scaler_steps_on_a_worker_without_a_micro_batch(how: str) -> None:
+    def train(comm: Communicator) -> tuple[Tensor, float]:
+        model = make_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        exchange = allstep.attach(model, comm, scaler=scaler if how == "attach" else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in allstep.steps(make_loader(comm, global_batch=2), exchange):  # one micro-batch
+            for x, y in batch:
+                batch.backward(scaler.scale(loss_of(model, x, y)))
+            if how == "unscale_":
+                exchange.unscale_(scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return model.weight.detach(), scaler.get_scale()
+
+    ((expected, scale),) = run_ranks(1, train)
+    for found, found_scale in run_ranks(2, train):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        assert found_scale == scale > 64
+
+
 def test_steps_with_a_sum_policy() -> None:
     def train(comm: Communicator) -> Tensor:
         model = make_model()
