@@ -86,7 +86,10 @@ class RunningStatistics:
         """Takes up modules that joined the model and drops those that left."""
         known = {tracked.module: tracked for tracked in self._tracked}
         modules = [module for module in self._parameters.modules if is_tracked(module)]
-        self._tracked = tuple(known.pop(m) if m in known else TrackedModule(m) for m in modules)
+        self._tracked = tuple(
+            known.pop(m) if m in known else TrackedModule(m, self._before_state_dict)
+            for m in modules
+        )
         for tracked in known.values():
             tracked.remove()
         if self._is_active:
@@ -178,8 +181,7 @@ class RunningStatistics:
 
     def _forget_parts(self) -> None:
         for tracked in self._tracked:
-            tracked.weight, tracked.num_steps, tracked.num_uses = 1.0, 0, 0
-            tracked.is_local = False
+            tracked.forget_part()
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept beside the buffers: (V_r, steps, uses) of each module."""
@@ -206,10 +208,16 @@ class RunningStatistics:
         if any(t.is_local and (in_training or not t.module.training) for t in self._tracked):
             self._has_warned = True
             warnings.warn(
-                "Batch norm statistics that differ between workers are evaluated, frozen, saved or"
-                " detached; call `exchange.sync_buffers()` on every worker first.",
+                "Batch norm statistics that differ between workers are evaluated, frozen, saved,"
+                " detached or copied (by an `AveragedModel`, too); call `exchange.sync_buffers()`"
+                " on every worker first.",
                 stacklevel=2,
             )
+
+    def _before_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        """Of a module: a part of the model may be saved."""
+        if not keep_vars:
+            self.warn_if_local(in_training=True)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """What a module's hook would have done had it been registered before this forward."""

@@ -1,5 +1,6 @@
 """One batch norm module whose statistics are taken micro-batch by micro-batch."""
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from allstep.exchange.hooks import Hook, ModuleHook, Removable
+from allstep.exchange.hooks import FunctionHook, Hook, ModuleHook, Removable
 
 _MAX_SLOTS = 16  # micro-batches whose statistics are kept apart
 
@@ -38,27 +39,37 @@ class TrackedModule:
         num_steps: steps since the last sync. num_uses: those that used the module here.
     """
 
-    def __init__(self, module: _NormBase) -> None:
+    def __init__(self, module: _NormBase, before_state_dict: Callable[..., None]) -> None:
         self.module = module
-        self.is_active = self.is_local = False
+        self.is_active = False
         self.num_calls = 0
         self.shares: list[float] = []
-        self.weight = 1.0
-        self.num_steps = 0
-        self.num_uses = 0
+        self.forget_part()
         self.own: tuple[Tensor | None, ...] | None = None  # the module's, while scratch is lent
         self._own_momentum: float | None = None
         self._allocate()
         self.before_forward = _BeforeForward(self)
+        before, loaded = FunctionHook(self, before_state_dict), FunctionHook(self, self._on_loaded)
         self._handles: list[Removable] = [
             ModuleHook(module, module.register_forward_pre_hook, self.before_forward),
             ModuleHook(module, module.register_forward_hook, _AfterForward(self)),
+            ModuleHook(module, module.register_state_dict_pre_hook, before),
+            ModuleHook(module, module.register_load_state_dict_post_hook, loaded),
         ]
 
     def remove(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def forget_part(self) -> None:
+        """The buffers are all workers'."""
+        self.weight, self.num_steps, self.num_uses = 1.0, 0, 0
+        self.is_local = False
+
+    def _on_loaded(self, _module: nn.Module, incompatible: Any) -> None:
+        if not incompatible.missing_keys:  # else it may have kept its own
+            self.forget_part()
 
     @property
     def running(self) -> tuple[Tensor, Tensor]:

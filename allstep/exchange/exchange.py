@@ -663,7 +663,10 @@ class Exchange(ABC):
             if not self._hooks.are_newest():  # others' come before
                 self._hooks.follow_gradients(self._parameters.trained, self._hook)
 
-    def _warn_if_local(self, *_: Any) -> None:
+    def _warn_if_local(self, _model: object = None, _prefix: str = "", keep: bool = False) -> None:
+        """Before values are copied; `state_dict(keep_vars=True)` gives the tensors to look at."""
+        if keep:
+            return
         self.statistics.warn_if_local(in_training=True)
         if self.averaging is not None:
             self.averaging.warn_if_local()

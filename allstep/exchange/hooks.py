@@ -55,8 +55,8 @@ class FunctionHook(Hook):
         super().__init__(owner)
         self._function = function
 
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._function(*args, **options)
 
 
 class WeakHook(Hook):
@@ -93,8 +93,9 @@ class ModuleHook:
 
     [Note: what is copied of a module] Pickle asks an object for its `__getstate__`, and takes one
     that is in its `__dict__` for its class's own; so does `copy`. The one that is put there, as
-    long as hooks are, leaves them out, and itself. A module may hold handles of its own hooks, as
-    lazy ones do; a handle refers to the dict that the hook is in, and gets the one that is copied.
+    long as hooks are, leaves them out, and itself; before, it calls those on a state dict, for a
+    copy has the same values. A module may hold handles of its own hooks, as lazy ones do; a handle
+    refers to the dict that the hook is in, and gets the one that is copied.
 
     Args:
         module: that is hooked.
@@ -120,12 +121,14 @@ class _StateWithoutHooks(Hook):
     """The `__getstate__` of a hooked module."""
 
     def __call__(self) -> Any:
+        for hook in self.owner._state_dict_pre_hooks.values():
+            if isinstance(hook, Hook):
+                hook(self.owner, "", False)
         kind: Any = type(self.owner)
         state = kind.__getstate__(self.owner)
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         if isinstance(attributes, dict):  # else the class has a way of its own
             attributes = _without_hooks(attributes)
-            attributes.pop("__getstate__", None)
         return (attributes, *slots) if slots else attributes
 
 
@@ -150,9 +153,11 @@ def _without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
         for name, hooks in hooked.items()
     }
     instead = {id(hooks): kept[name] for name, hooks in hooked.items()}
-    others = {name: value for name, value in attributes.items() if name not in hooked}
-    held = {name: _held(value, instead) for name, value in others.items()}
-    return {**attributes, **held, **kept}
+    return {
+        name: kept[name] if name in kept else _held(value, instead)
+        for name, value in attributes.items()
+        if not isinstance(value, Hook)
+    }
 
 
 def _held(value: Any, instead: dict[int, dict[int, Any]]) -> Any:

@@ -126,8 +126,8 @@ class ParameterAveraging:
             return
         self._has_warned = True
         warnings.warn(
-            "Parameters are evaluated, saved or detached amid a round of local SGD, when each"
-            " worker has its own; call `exchange.sync_buffers()` (`flush()` of a"
+            "Parameters are evaluated, copied, saved or detached amid a round of local SGD, when"
+            " each worker has its own; call `exchange.sync_buffers()` (`flush()` of a"
             " ParameterAveraging) on every worker first.",
             stacklevel=2,
         )

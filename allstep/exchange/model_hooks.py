@@ -1,6 +1,6 @@
 """The hooks of an exchange on its model, from `attach` to `detach`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -20,11 +20,12 @@ class ModelHooks:
     Args:
         exchange: whose they are.
         model: that is attached; it is marked so at once.
-        before_state_dict: is called before its state dict is made.
+        before_copy: is called before its values are copied: into a state dict, whose arguments it
+            gets, a copy of the model, or an `AveragedModel`, which takes them by `model.buffers()`.
     """
 
     def __init__(
-        self, exchange: object, model: nn.Module, before_state_dict: Callable[..., None]
+        self, exchange: object, model: nn.Module, before_copy: Callable[..., None]
     ) -> None:
         self._exchange = exchange
         self._model = model
@@ -33,8 +34,14 @@ class ModelHooks:
         self._of_parameters: dict[nn.Parameter, list[Removable]] = {}
         self._newest: list[tuple[Mapping[int, object], int]] = []  # hooks, and which is ours
         # The mark is on an event that costs nothing in a step.
-        hook = FunctionHook(exchange, before_state_dict)
+        hook = FunctionHook(exchange, before_copy)
         self._hook_model(model.register_state_dict_pre_hook, hook)
+
+        def buffers(recurse: bool = True) -> Iterator[Tensor]:
+            before_copy()
+            return type(model).buffers(model, recurse)
+
+        model.__dict__["buffers"] = FunctionHook(exchange, buffers)
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -99,6 +106,7 @@ class ModelHooks:
             _remove_all(handles)
         self._of_parameters.clear()
         self._newest.clear()
+        self._model.__dict__.pop("buffers", None)
 
     def _hook_model(self, register: Callable[..., Any], hook: Hook) -> None:
         self._of_model.append(ModuleHook(self._model, register, hook))

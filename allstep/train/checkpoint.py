@@ -488,7 +488,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         CheckpointError: naming the tensors that are missing, unexpected or of another shape or
             dtype.
     """
-    expected = model.state_dict()
+    expected = model.state_dict(keep_vars=True)  # to look at
     state = lay_out(expected, state)
     check_model_state(expected, state)
     model.load_state_dict(state)

@@ -232,8 +232,9 @@ def _check_same_model(comm: Communicator, model: nn.Module) -> None:
             comm,
             "evaluate a model",
             tensor_checksums(state),
-            cure="Call `exchange.sync_buffers()` on every worker before, which makes batch norm's"
-            " statistics equal and ends a round of local SGD; under DDP broadcast rank 0's buffers."
+            cure="Call `exchange.sync_buffers()` on every worker before (for an `AveragedModel`"
+            " before each of its updates), which makes batch norm's statistics equal and ends a"
+            " round of local SGD; under DDP broadcast rank 0's buffers."
             " Apart from these, change models on all workers alike.",
         )
 

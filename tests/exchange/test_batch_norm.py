@@ -1,18 +1,21 @@
 """Running statistics are the single process's, on any number of workers."""
 
 import copy
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange, attach
 from allstep.exchange.exchange import exchanges_of
+from allstep.train.checkpoint import load_model_state
 from tests.exchange.nets import assert_same, blocks, clone, differs, states
 from tests.helpers.ranks import run_ranks
 
@@ -42,7 +45,7 @@ def call(model: nn.Module, x: Tensor, index: int) -> Tensor:
 
 
 def train(
-    exchange: Exchange, called: nn.Module, batches: Tensor, forward: Forward = call
+    exchange: Exchange, called: nn.Module, batches: Iterable[Tensor], forward: Forward = call
 ) -> dict[str, Tensor]:
     """Some steps as `allstep.steps` makes them; returns the buffers."""
     comm = exchange.comm
@@ -179,6 +182,28 @@ def test_cumulative_average(size: int) -> None:
     first = run(size, start, batches[:1])[0]
     torch.testing.assert_close(first["1.running_mean"], mean, rtol=1e-12, atol=0)
     torch.testing.assert_close(first["1.running_var"], var, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_state_that_is_loaded_between_steps_is_all_workers(momentum: float | None) -> None:
+    start, batches = conv_net(momentum), images()[:, :MICRO_BATCH]  # one worker has none
+
+    def worker(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        first = copy.deepcopy(model.state_dict())
+
+        def loading() -> Iterator[Tensor]:
+            yield from batches[:2]
+            model.load_state_dict(first)
+            yield from batches[2:]
+
+        return train(exchange, model, loading())
+
+    expected = run_ranks(1, worker)[0]
+    assert expected["1.num_batches_tracked"] == 2
+    for actual in run_ranks(2, worker):
+        assert_same(actual, expected)
 
 
 def test_several_calls_in_a_micro_batch_count_with_their_mean() -> None:
@@ -345,6 +370,15 @@ def save(model: nn.Module) -> None:
     model.state_dict()
 
 
+def save_part(model: nn.Module) -> None:
+    model[1].state_dict()
+
+
+def average(model: nn.Module) -> None:
+    averaged = AveragedModel(conv_net())
+    averaged.update_parameters(model)
+
+
 def detach(model: nn.Module) -> None:
     for _, exchange in exchanges_of(model):
         exchange.detach()
@@ -359,8 +393,11 @@ def freeze_and_take_step(model: nn.Module) -> None:
     model(torch.randn(4, 2, 6, 6)).mean().backward()
 
 
-@pytest.mark.parametrize("use", [save, freeze_and_take_step, detach])
-def test_warns_of_unsummed_statistics_that_are_saved_frozen_or_detached(
+@pytest.mark.parametrize(
+    "use",
+    [save, save_part, copy.deepcopy, pickle.dumps, average, freeze_and_take_step, detach],
+)
+def test_warns_of_unsummed_statistics_that_are_copied_frozen_or_detached(
     use: Callable[[nn.Module], None],
 ) -> None:
     def worker(comm: Communicator) -> None:
@@ -370,13 +407,19 @@ def test_warns_of_unsummed_statistics_that_are_saved_frozen_or_detached(
         model(torch.randn(4, 2, 6, 6)).mean().backward()
         model.train()
         exchange.sync_buffers()
-        save(model)
+        for copies in (save, copy.deepcopy, average):
+            copies(model)
+        saved = copy.deepcopy(model.state_dict())
+        model(torch.randn(4, 2, 6, 6)).mean().backward()
+        load_model_state(model, saved)
         model(torch.randn(4, 2, 6, 6)).mean().backward()
         assert not caught
         comm.barrier()
         use(model)
 
-    with pytest.warns(UserWarning, match=r"saved or detached; call `exchange\.sync_bu") as caught:
+    with pytest.warns(
+        UserWarning, match=r"detached or copied .*; call `exchange\.sync_bu"
+    ) as caught:
         run_ranks(2, worker)
     assert len(caught) == 2  # once on each worker
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
@@ -186,7 +187,7 @@ def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: in
             assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("use", ["state_dict", "evaluate", "detach"])
+@pytest.mark.parametrize("use", ["state_dict", "copy", "average", "evaluate", "detach"])
 @pytest.mark.parametrize("num_steps", [4, 5])
 def test_using_parameters_amid_a_round_warns(num_steps: int, use: str) -> None:
     def worker(comm: Communicator) -> None:
@@ -198,6 +199,8 @@ def test_using_parameters_amid_a_round_warns(num_steps: int, use: str) -> None:
             optimizer.step()
         uses = {
             "state_dict": model.state_dict,
+            "copy": lambda: copy.deepcopy(model),
+            "average": lambda: AveragedModel(mlp()).update_parameters(model),
             "evaluate": lambda: model.eval()(torch.randn(4, 5)),
             "detach": exchange.detach,
         }

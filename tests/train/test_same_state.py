@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -26,7 +27,7 @@ def mean_output(model: nn.Module, batch: tuple[Tensor]) -> dict[str, tuple[Tenso
 
 
 def evaluate(comm: Communicator, model: nn.Module) -> float:
-    test_set = TensorDataset(torch.ones(8, 3))
+    test_set = TensorDataset(torch.ones(8, 3, dtype=next(model.parameters()).dtype))
     return allstep.Evaluator(mean_output, test_set, comm, micro_batch=2)(model)["mean"]
 
 
@@ -64,7 +65,7 @@ def test_an_evaluation_names_the_tensors_and_ranks_that_differ() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Batch norm statistics that differ")
-@pytest.mark.filterwarnings("ignore:Parameters are evaluated, saved or detached amid a round")
+@pytest.mark.filterwarnings("ignore:Parameters are evaluated, copied, saved or detached amid")
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_round_of_local_sgd_ends_before_an_evaluation_or_a_checkpoint(
     is_saved: bool, tmp_path: Path
@@ -86,6 +87,38 @@ def test_a_round_of_local_sgd_ends_before_an_evaluation_or_a_checkpoint(
 
     first, second = run_ranks(2, worker)
     assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:Batch norm statistics that differ")
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_of_models_is_the_same_on_any_number_of_workers(use_buffers: bool) -> None:
+    """If statistics are summed before each of its updates; an evaluation refuses it else."""
+    x = torch.randn(24, 3, dtype=torch.float64)
+    samples = TensorDataset(x * torch.arange(24)[:, None], x[:, :1])
+
+    def train(comm: Communicator, *, is_summed: bool) -> float:
+        model = net().double()
+        exchange = allstep.attach(model, comm)
+        averaged = AveragedModel(
+            model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = allstep.data.loader(samples, comm, global_batch=8, micro_batch=2)
+        for batch in allstep.steps(loader, exchange):
+            for inputs, targets in batch:
+                batch.backward((model(inputs) - targets).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_summed:
+                exchange.sync_buffers()
+            averaged.update_parameters(model)
+        return evaluate(comm, averaged)
+
+    (one,) = run_ranks(1, lambda comm: train(comm, is_summed=False))
+    for found in run_ranks(2, lambda comm: train(comm, is_summed=True)):
+        assert found == pytest.approx(one, rel=1e-12)
+    with pytest.raises(DisagreementError, match="an `AveragedModel` before each of its updates"):
+        run_ranks(2, lambda comm: train(comm, is_summed=False))
 
 
 def test_a_checkpoint_of_different_states_is_refused(tmp_path: Path) -> None:
