@@ -36,6 +36,10 @@ class ParameterServer:
     worker. So it is not the same model on any number of workers, nor twice on the same one, and
     nothing is resumed: it is here to be compared with the policies of `attach`.
 
+    It works in a `with` block, at whose end each worker waits for all workers' last pushes; then
+    all have one model. Parameters are the servers'; of floating-point buffers, such as running
+    statistics, the mean over the workers.
+
     A worker pulls and pushes as often as it likes, at least once in `comm.timeout_s`. Gradients of
     several backward passes add up in `p.grad` till they are pushed. A lost worker is an error on
     all others.
@@ -105,18 +109,16 @@ class ParameterServer:
         )
         self._staleness: Counter[int] | None = None
         self._failure: BaseException | None = None
-        self._is_closed = False
+        self._is_open = False
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), name=f"serves {rank}", daemon=True)
             for rank in self._peers
         ]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Staleness -> updates of shards: of this rank's so far, of all shards after `close`."""
+        """Staleness -> updates of shards: of this rank's so far, of all shards at the end."""
         return dict(sorted((self._staleness or self._server.staleness).items()))
 
     def pull(self) -> None:
@@ -136,7 +138,7 @@ class ParameterServer:
         """Sends what is in `p.grad`, which is then None; the servers update their parameters.
 
         Raises:
-            UsageError: before the first pull, or if a gradient is sparse.
+            UsageError: outside of the block, before the first pull, or if a gradient is sparse.
         """
         with self._guarded("push"):
             if not self._versions:
@@ -152,14 +154,8 @@ class ParameterServer:
                 work.wait()
             self._model.zero_grad(set_to_none=True)
 
-    def close(self) -> None:
-        """Waits for all workers' last pushes; then all have one model. Collective.
-
-        Parameters are the servers'; of floating-point buffers, such as running statistics, the
-        mean over the workers.
-        """
-        if self._is_closed:
-            return
+    def _close(self) -> None:
+        """Waits for all workers' last pushes; then all have one model. Collective."""
         with self._guarded("close"):
             for work in [self._ask(rank, _CLOSE) for rank in self._peers]:
                 work.wait()
@@ -177,25 +173,32 @@ class ParameterServer:
                 self._comm.all_reduce(buffers, "mean")
             counts = self._comm.all_gather_object(dict(self._server.staleness))
             self._staleness = sum(map(Counter, counts), Counter())
-        self._is_closed = True
+        self._is_open = False
         self._comm.close()
 
     def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        self._is_open = True
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         try:
             if error is None:
-                self.close()
+                self._close()
         finally:
-            if not self._is_closed:
+            if self._is_open:
                 self._comm.abort()
+            self._is_open = False
 
     @contextmanager
     def _guarded(self, verb: str) -> Iterator[None]:
         """Raises what made this rank's server fail, rather than what follows from it."""
-        if self._is_closed:
-            raise UsageError(f"`{verb}` was called on a closed parameter server; make a new one.")
+        if not self._is_open:
+            raise UsageError(
+                f"`{verb}` was called outside of `with ParameterServer(...) as server:`, at whose"
+                " end all workers' last pushes are waited for; call it in that block."
+            )
         try:
             if self._failure is not None:
                 raise self._failure

@@ -266,7 +266,7 @@ def test_refuses_exchanged_gradients():
     late = nn.Linear(2, 1)
     server = ParameterServer(late, comm, torch.optim.SGD(late.parameters(), 0.1))
     attach(late, comm, Stale())
-    with pytest.raises(UsageError, match="Detach it"):
+    with server, pytest.raises(UsageError, match="Detach it"):
         server.pull()
 
 
@@ -332,22 +332,23 @@ def test_refuses_calls_out_of_order():
     model = nn.Linear(2, 1)
     comm = Communicator.single_process()
     server = ParameterServer(model, comm, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(UsageError, match="before the first `pull`"):
+    outside = r"`pull` was called outside of `with ParameterServer\(...\) as server:`"
+    with pytest.raises(UsageError, match=outside):  # the last pushes would be left out
+        server.pull()
+    with server, pytest.raises(UsageError, match="before the first `pull`"):
         server.push()
-    server.close()
-    server.close()
-    with pytest.raises(UsageError, match="closed parameter server"):
+    with pytest.raises(UsageError, match=outside):
         server.pull()
 
 
 def test_refuses_sparse_gradients():
     model = nn.Embedding(3, 2, sparse=True)
     comm = Communicator.single_process()
-    server = ParameterServer(model, comm, torch.optim.SGD(model.parameters(), 0.1))
-    server.pull()
-    model(torch.tensor([1])).sum().backward()
-    with pytest.raises(UsageError, match="sparse gradient"):
-        server.push()
+    with ParameterServer(model, comm, torch.optim.SGD(model.parameters(), 0.1)) as server:
+        server.pull()
+        model(torch.tensor([1])).sum().backward()
+        with pytest.raises(UsageError, match="sparse gradient"):
+            server.push()
 
 
 def test_ranks_that_disagree():
@@ -422,8 +423,8 @@ def test_refuses_arrivals_of_nobody():
 def push_for_ever(comm: Communicator, folder: str) -> None:
     """Until a peer is lost."""
     model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
-    server = ParameterServer(model, comm, torch.optim.SGD(model.parameters(), 1e-6))
-    with pytest.raises(PeerLostError):
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with pytest.raises(PeerLostError), ParameterServer(model, comm, optimizer) as server:
         for step in range(1_000_000):
             server.pull()
             model(torch.ones(2, 100)).sum().backward()
