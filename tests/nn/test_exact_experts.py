@@ -55,14 +55,6 @@ def samples() -> TensorDataset:
     return TensorDataset(x, x.flip(-1).sin())
 
 
-class Trained(NamedTuple):
-    """What a checkpoint has, of model, optimizer and exchange; and what was seen meanwhile."""
-
-    tensors: dict[str, Tensor]
-    losses: list[float]
-    num_dropped: int
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -78,8 +70,8 @@ def train(
     optimizer: str = "adamw",
     factors: dict[int, float],
     shares: Any = "equal",
-) -> Trained:
-    """Three global batches an epoch."""
+) -> tuple[list[float], int]:
+    """Three global batches an epoch; returns their losses, and this worker's dropped tokens."""
     model = Net(comm)
     updates = OPTIMIZERS[optimizer](model.parameters())
     exchange = allstep.attach(model, comm, policy)
@@ -102,7 +94,15 @@ def train(
                 if batch.step != 6:  # the next gradient is added to this one
                     updates.zero_grad()
     exchange.detach()
-    return Trained({}, losses, num_dropped)
+    return losses, num_dropped
+
+
+class Trained(NamedTuple):
+    """What a checkpoint has, of model, optimizer and exchange; and what was seen meanwhile."""
+
+    tensors: dict[str, Tensor]
+    losses: list[float]
+    num_dropped: int
 
 
 Run = Callable[..., Trained]
@@ -115,15 +115,14 @@ def run(tmp_path: Path, thread_generators: Any) -> Run:  # noqa: F811
     def run(size: int, folder: str, compression: str = "exact", **options: Any) -> Trained:
         policy = allstep.Synchronous(compression=compression)
 
-        def work(comm: Communicator) -> Trained:
+        def work(comm: Communicator) -> tuple[list[float], int]:
             given = {"factors": {}, "policy": policy, **options}
             return train(comm, tmp_path / folder, **given)
 
-        found = run_ranks(size, work)
-        assert all(each.losses == found[0].losses for each in found)
+        by_rank, num_dropped = zip(*run_ranks(size, work), strict=True)
+        assert all(losses == by_rank[0] for losses in by_rank)
         newest = max((tmp_path / folder / "checkpoints").glob("step-*"))
-        tensors = tensors_in(read_checkpoint(newest))
-        return Trained(tensors, found[0].losses, sum(each.num_dropped for each in found))
+        return Trained(tensors_in(read_checkpoint(newest)), by_rank[0], sum(num_dropped))
 
     return run
 

@@ -4,7 +4,7 @@ import copy
 import math
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -377,9 +377,17 @@ def train(
 @pytest.fixture
 def run(thread_generators: Any) -> Callable[..., dict[str, Tensor]]:  # noqa: F811
     def run(size: int, **options: Any) -> dict[str, Tensor]:
+        if size == 1 and not options:
+            return trained_by_one()
         return merged(run_ranks(size, lambda comm: train(comm, **options)))
 
     return run
+
+
+@cache
+def trained_by_one() -> dict[str, Tensor]:
+    """What most runs are compared with; of the same inputs in each test."""
+    return merged(run_ranks(1, train))
 
 
 @pytest.mark.parametrize("size", SIZES)
