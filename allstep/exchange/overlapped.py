@@ -328,6 +328,11 @@ class OverlappedExchange(Exchange):
     ) -> Tensor | None:
         if not will_accumulate(p):
             return None
+        if p._backward_hooks:  # a part of the gradient has been taken off before
+            self._fail(
+                f"Parameter `{name}` has a hook, by `register_hook`, which comes after exact sums"
+                " have rounded its gradient: remove it, or put it on what an expert returns."
+            )
         self._rounded_calls.add(name)
         return self._round(name, p, gradient, rank)
 

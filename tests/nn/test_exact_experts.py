@@ -226,6 +226,16 @@ def test_checkpointing_in_an_expert() -> None:
         run_ranks(2, partial(gradients, expert=lambda: Checkpointed(True)))
 
 
+def test_hooks_on_an_experts_parameter_are_refused() -> None:
+    """They would come after the rounding, and without what left the grid."""
+
+    def look(_: Tensor, parameters: list[nn.Parameter]) -> None:
+        parameters[0].register_hook(lambda gradient: gradient / 3)
+
+    with pytest.raises(UsageError, match=r"`experts.\d.0.weight` has a hook, by `register_hook`"):
+        run_ranks(2, partial(gradients, look=look))
+
+
 def test_a_copy_of_an_attached_layer_is_free() -> None:
     """Nor has the layer itself aliases of its parameters when it is detached."""
 
