@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep import __version__
-from allstep.comm import Communicator, DividedModules, shards_of, stages_of
+from allstep.comm import Communicator, DividedModules, StageModules, shards_of
 from allstep.comm.membership import Membership, regroup
 from allstep.data import MapLoader
 from allstep.data.batches import GlobalBatchLoader
@@ -128,14 +128,15 @@ def check_backend(comm: Communicator) -> None:
 
 
 def check_whole(model: nn.Module, where: str, cure: str) -> None:
-    """Refuses a model of which each worker has a part.
+    """Refuses a model of which each worker has a part, also if there is one: others may join.
 
     Raises:
         UsageError: names a parameter or module, and the cure.
     """
     sharded = (name for name, p in model.named_parameters() if is_dtensor(p))
-    modules = (name for name, m in model.named_modules() if isinstance(m, DividedModules))
-    for name in (*shards_of(model), *stages_of(model), *sharded, *modules):
+    kinds = (DividedModules, StageModules)
+    modules = (name for name, m in model.named_modules() if isinstance(m, kinds))
+    for name in (*shards_of(model), *sharded, *modules):
         raise UsageError(
             f"{where}.{name}` is divided over workers, and its parts would go with one that is"
             f" lost; {cure}."

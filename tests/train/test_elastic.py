@@ -24,6 +24,7 @@ from allstep.comm.membership import Membership
 from allstep.comm.wire import SingleProcessWire
 from allstep.env import read_launch
 from allstep.errors import PeerLostError, UsageError
+from allstep.nn import MixtureOfExperts, Pipeline
 from allstep.train import read_checkpoint
 from allstep.train.checkpoint import Checkpoints
 from allstep.train.elastic import StepCommit, check_backend
@@ -540,6 +541,29 @@ def test_options_that_cannot_be_elastic(
     with pytest.raises(UsageError) as error:
         allstep.fit(task, options, Communicator.single_process(), tmp_path, elastic=True)
     assert named in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def a_pipeline(comm: Communicator) -> nn.Module:
+    mesh = comm.mesh(pipeline=1)
+    return Pipeline([nn.Linear(2, 1)], mesh, loss=lambda y, data: y.mean())
+
+
+def experts(comm: Communicator) -> nn.Module:
+    return MixtureOfExperts(lambda: nn.Linear(2, 2), comm, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "divided"), [(a_pipeline, "stages"), (experts, "experts")], ids=["pipeline", "experts"]
+)
+def test_a_model_that_will_be_divided_is_refused_on_one_worker(
+    make: Callable[[Communicator], nn.Module], divided: str, tmp_path: Path
+) -> None:
+    comm = Communicator.single_process()
+    task = replace(same_model.make_task("sgd"), model=make(comm))
+    words = rf"`task\.model\.{divided}` is divided over workers, and its parts would go"
+    with pytest.raises(UsageError, match=words):
+        allstep.fit(task, OPTIONS, comm, tmp_path, elastic=True)
     assert list(tmp_path.iterdir()) == []
 
 
