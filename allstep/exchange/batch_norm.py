@@ -65,7 +65,8 @@ class RunningStatistics:
         self._is_in_step = False
         self._total = 1.0  # of the step's weights
         self._is_active = False  # in a micro-batch
-        self._has_warned = self._has_looked = False
+        self._has_warned = self._has_told = False
+        self._written: dict[tuple[nn.Module, str], bool] = {}  # buffer -> whether in vain
         self._leaves_out_nonfinite = False
         self.refresh()
 
@@ -114,8 +115,7 @@ class RunningStatistics:
             tracked.start_step()
         self._step_sum = None
         self._is_in_step = True
-        looks = self._comm.size > 1 and self._comm.rank == 0 and not self._has_looked
-        before = [(m, name, x.clone()) for m, name, x in self._other_buffers()] if looks else []
+        before = self._look_at_others()
         try:
             yield
         finally:
@@ -153,8 +153,15 @@ class RunningStatistics:
     def leave(self, share: float | None) -> None:
         """A micro-batch ends; without a share if it failed."""
         self._is_active = False
+        moved = [t.module for t in self._tracked if t.is_active and t.module.momentum != 1]
         for tracked in self._tracked:
             tracked.leave(share)
+        if moved and share is not None:
+            raise UsageError(
+                f"`momentum` of a {type(moved[0]).__name__} was changed in the loop over a global"
+                " batch's micro-batches, which take one step of the running statistics together:"
+                " change it before that loop."
+            )
         if self._is_exact and share is not None and self._tracked:
             if self._leaves_out_nonfinite:
                 self._leave_out_nonfinite()
@@ -233,14 +240,28 @@ class RunningStatistics:
                 if buffer is not None and not is_lazy(buffer):
                     yield module, name, buffer
 
-    def _tell_of_changed(self, before: list[tuple[nn.Module, str, Tensor]]) -> None:
-        """Says once, after the first step, if a forward pass changes what is no statistic."""
-        self._has_looked = True
-        for module, name, old in before:
+    def _look_at_others(self) -> list[tuple[nn.Module, str, Tensor, int, Tensor | None]]:
+        """Other buffers and their versions; their values if an earlier step has written to them."""
+        if self._comm.size == 1 or self._comm.rank > 0 or self._has_told:
+            return []
+        return [
+            (m, name, x, x._version, None if self._written.get((m, name), True) else x.clone())
+            for m, name, x in self._other_buffers()
+            if name not in m._non_persistent_buffers_set  # caches
+        ]
+
+    def _tell_of_changed(
+        self, before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]]
+    ) -> None:
+        """Says once if forward passes change what is no statistic."""
+        for module, name, old, version, value in before:
             new = module._buffers.get(name)
-            if new is None or name in module._non_persistent_buffers_set:  # a cache
+            if new is None or (new is old and new._version == version):
                 continue
-            if not torch.equal(new, old):
+            is_same = value is not None and torch.equal(new, value)
+            self._written[module, name] = is_same or self._written.get((module, name), False)
+            if value is not None and not is_same:
+                self._has_told = True
                 logging.getLogger("allstep").warning(
                     "the buffer `%s` of a %s was changed in the loop over a global batch's"
                     " micro-batches: each worker changes its own, by its own micro-batches, so that"

@@ -502,6 +502,19 @@ def test_a_step_of_nan_alone_changes_no_statistics() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_momentum_that_changes_in_a_micro_batch_is_an_error() -> None:
+    """As by a schedule in the inner loop; it had no effect but on the statistics taken there."""
+
+    def schedule(model: nn.Module, x: Tensor, index: int) -> Tensor:
+        model[1].momentum = 0.3
+        return model(x)
+
+    model = conv_net()
+    with pytest.raises(UsageError, match="`momentum` of a BatchNorm2d was changed in the loop"):
+        train(attach(model, Communicator.single_process()), model, images(1), schedule)
+    assert [norm.momentum for norm in (model[1], model[4])] == [0.1, 0.1]
+
+
 def test_micro_batch_belongs_inside_step() -> None:
     exchange = attach(conv_net(), Communicator.single_process())
     with (
