@@ -41,8 +41,11 @@ class _Replicated(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        pairs = zip(grads, needed, strict=True)
-        return None, *(all_reduce(ctx.comm, grad) if need else None for grad, need in pairs)
+        sent = [grad for grad, need in zip(grads, needed, strict=True) if need]
+        summed = all_reduce(ctx.comm, torch.cat([grad.reshape(-1) for grad in sent]))
+        parts = zip(sent, torch.split(summed, [grad.numel() for grad in sent]), strict=True)
+        found = iter([part.view_as(grad).to(grad.dtype) for grad, part in parts])
+        return None, *(next(found) if need else None for need in needed)
 
 
 def agreed_seed(comm: Communicator, seed: int | None) -> int:

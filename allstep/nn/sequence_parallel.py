@@ -1,56 +1,127 @@
-"""Features that torch's styles shard along the sequence: dropout, and parts of equal size."""
+"""Features that torch's styles shard along the sequence: norms, dropout, parts of equal size."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
+from allstep.comm import Communicator
 from allstep.errors import UsageError, named_part
+from allstep.nn.replicated import replicated
 
 
-def drops_by_position(style: ParallelStyle) -> ParallelStyle:
-    """The style, or for `SequenceParallel` one whose dropout is that of the whole sequence."""
-    if type(style) is not SequenceParallel:
-        return style
-    return _DropsByPosition(
-        sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
-    )
+def by_position(style: ParallelStyle, comm: Communicator) -> ParallelStyle:
+    """The style, or for `SequenceParallel` one whose norms and dropout need no DTensors.
+
+    Args:
+        style: any.
+        comm: the workers that have the parts of the sequence.
+    """
+    return _ByPosition(style, comm) if type(style) is SequenceParallel else style
 
 
-class _DropsByPosition(SequenceParallel):
-    """torch's would draw on each worker for its shard: on a CPU the same mask for all of them."""
+class _ByPosition(SequenceParallel):
+    """torch's, but for norms and dropout, which take each position by itself.
+
+    [Note: by position] They compute with the plain local part, as an operation of DTensors takes a
+    CPU longer than such a layer. The gradients of a norm are summed over the workers in one
+    message. Dropout draws for the whole sequence in the random state that all workers share, and
+    keeps its part: torch's would draw for each part, on a CPU the same mask for all of them.
+    """
+
+    def __init__(self, style: SequenceParallel, comm: Communicator) -> None:
+        dim = style.sequence_sharding[0].dim
+        super().__init__(sequence_dim=dim, use_local_output=style.use_local_output)
+        self._comm = comm
+        self._dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is nn.Dropout:
-            module.__class__ = _DropoutByPosition
-        elif isinstance(module, _DropoutNd):
+        kind = _KINDS.get(type(module))
+        if kind is None and isinstance(module, _DropoutNd):
             raise UsageError(
                 f"`plan` has SequenceParallel for a {type(module).__name__}, whose mask would"
                 " depend on the number of workers: take nn.Dropout."
             )
-        return super()._apply(module, device_mesh)
+        if kind is None or len(getattr(module, "normalized_shape", ())) > 1:
+            return super()._apply(module, device_mesh)
+
+        def lay_out(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            if isinstance(output, DTensor):
+                return output.to_local() if self.use_local_output else output
+            if self.use_local_output:
+                return output
+            return DTensor.from_local(output, device_mesh, self.sequence_sharding, run_check=False)
+
+        module.__class__ = kind
+        assert isinstance(module, _OfPart)
+        module.comm, module.dim = self._comm, self._dim
+        module.register_forward_hook(lay_out)
+        return module
 
 
-class _DropoutByPosition(nn.Dropout):
-    """Draws for the whole tensor, in the random state that all workers share, and keeps a shard."""
+class _OfPart(nn.Module):
+    """A layer of this worker's part of a sequence, plain or as a DTensor. [Note: by position]
+
+    Attributes:
+        comm: the workers that have the parts.
+        dim: of the tensor, along which they lie.
+    """
+
+    comm: Communicator
+    dim: int
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return input
-        assert isinstance(input, DTensor)
-        local = input.to_local()
-        whole = torch.ones(input.shape, dtype=local.dtype, device=local.device)
-        factors = F.dropout(whole, self.p)
-        return input * distribute_tensor(
-            factors, input.device_mesh, input.placements, src_data_rank=None
+        shape = list(input.shape)
+        if not isinstance(input, DTensor):
+            shape[self.dim] *= self.comm.size
+            return self._compute(input, shape)
+        x = input.redistribute(placements=[Shard(self.dim)])
+        y = self._compute(x.to_local(), shape).contiguous()
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=stride
         )
+
+    def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """Of a part of a tensor of this shape."""
+        raise NotImplementedError
+
+
+class _DropoutOfPart(_OfPart, nn.Dropout):
+    def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        if not self.training:
+            return x
+        factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
+        most = -(-shape[self.dim] // self.comm.size)  # positions of a part; the last may have fewer
+        first = min(self.comm.rank * most, shape[self.dim])
+        # A copy, as the backward pass would keep the whole of a view.
+        return x * factors.narrow(self.dim, first, x.shape[self.dim]).clone()
+
+
+class _LayerNormOfPart(_OfPart, nn.LayerNorm):
+    def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        weight, bias = replicated(self.comm, (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class _RMSNormOfPart(_OfPart, nn.RMSNorm):
+    def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        (weight,) = replicated(self.comm, (self.weight,))
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+_KINDS: dict[type[nn.Module], type[_OfPart]] = {
+    nn.Dropout: _DropoutOfPart,
+    nn.LayerNorm: _LayerNormOfPart,
+    nn.RMSNorm: _RMSNormOfPart,
+}
 
 
 class EvenParts(ParallelStyle):
@@ -72,39 +143,50 @@ class EvenParts(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         which = named_part(self._names[module])
-        inputs, outputs = (_Sizes(f"{which}'s {kind}", device_mesh) for kind in ("input", "output"))
-        module.register_forward_pre_hook(inputs.note, with_kwargs=True)
-        module.register_forward_hook(outputs.note, with_kwargs=True)
+        sides = {"input": module._forward_pre_hooks, "output": module._forward_hooks}
+        earlier = {side: set(hooks) for side, hooks in sides.items()}
         self._style.src_data_rank = self.src_data_rank
         self._style._apply(module, device_mesh)
-        module.register_forward_pre_hook(inputs.compare, with_kwargs=True)
-        module.register_forward_hook(outputs.compare, with_kwargs=True)
+        for side, hooks in sides.items():
+            compare = partial(_check_even, f"{which}'s {side}", device_mesh.size())
+            for key in hooks.keys() - earlier[side]:
+                hooks[key] = partial(_compared, hooks[key], compare, side == "output")
         return module
 
 
-class _Sizes:
-    """Of a module's inputs or outputs, before torch's hook lays them out, and after it."""
-
-    def __init__(self, which: str, device_mesh: DeviceMesh) -> None:
-        self._which = which
-        self._num_workers = device_mesh.size()
-        self._before: list[torch.Size] = []
-
-    def note(self, module: nn.Module, *values: Any) -> None:
-        self._before = _sizes(values)
-
-    def compare(self, module: nn.Module, *values: Any) -> None:
-        for before, after in zip(self._before, _sizes(values), strict=False):
-            for dim, (whole, part) in enumerate(zip(before, after, strict=False)):
-                if part < whole != part * self._num_workers:
-                    raise UsageError(
-                        f"{self._which} {list(before)} is cut along dimension {dim}, which must be"
-                        f" a multiple of the {self._num_workers} workers: pad it, or have `plan`"
-                        " keep DTensors by use_local_output=False."
-                    )
+def _compared(
+    hook: Callable[..., Any],
+    compare: Callable[[list[torch.Size], list[torch.Size]], None],
+    is_of_output: bool,
+    module: nn.Module,
+    *values: Any,
+) -> Any:
+    """What a hook makes of (args,) or (args, kwargs), or of the output behind them."""
+    found = hook(module, *values)
+    if found is not None:
+        compare(_sizes(values[-1:] if is_of_output else values), _sizes(found))
+    return found
 
 
-def _sizes(values: tuple[Any, ...]) -> list[torch.Size]:
-    """Of the tensors in (args, kwargs), or in (args, kwargs, output) of the output alone."""
-    tensors = pytree.tree_leaves(values[2:] or values)
-    return [x.shape for x in tensors if isinstance(x, Tensor)]
+def _check_even(
+    which: str, num_workers: int, before: list[torch.Size], after: list[torch.Size]
+) -> None:
+    for whole_size, size in zip(before, after, strict=False):
+        for dim, (whole, part) in enumerate(zip(whole_size, size, strict=False)):
+            if part < whole != part * num_workers:
+                raise UsageError(
+                    f"{which} {list(whole_size)} is cut along dimension {dim}, which must be a"
+                    f" multiple of the {num_workers} workers: pad it, or have `plan` keep DTensors"
+                    " by use_local_output=False."
+                )
+
+
+def _sizes(value: Any) -> list[torch.Size]:
+    """Of a tensor, or of those in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value.shape]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [size for each in value for size in _sizes(each)]

@@ -30,9 +30,10 @@ def tensor_parallel(
     [Note: shards] `parallelize_module` makes parameters DTensors. Each worker keeps its local
     shard as a plain parameter instead, under the same name, and a forward pass sees the DTensor of
     which it is a part: torch's engine computes and sends activations, and the exchange and the
-    optimizer see plain tensors. What looks at all gradients sees one worker's shards; `fit` clips
-    by the norm over all, and its checkpoints are whole. LARS and LAMB, which look at a layer's
-    norm, find the workers that have its other parts as `parameter.shard_group`.
+    optimizer see plain tensors. Norms under SequenceParallel don't need it [Note: by position].
+    What looks at all gradients sees one worker's shards; `fit` clips by the norm over all, and its
+    checkpoints are whole. LARS and LAMB, which look at a layer's norm, find the workers that have
+    its other parts as `parameter.shard_group`.
 
     Args:
         model: whole, the same on all workers, before its optimizer is made; changed in place.
@@ -69,11 +70,11 @@ def tensor_parallel(
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from allstep.nn.sequence_parallel import EvenParts, drops_by_position
+    from allstep.nn.sequence_parallel import EvenParts, by_position
 
     names = {module: name for name, module in model.named_modules()}
     styles: dict[str, ParallelStyle] = {
-        name: EvenParts(drops_by_position(style), names) for name, style in plan.items()
+        name: EvenParts(by_position(style, mesh[axis]), names) for name, style in plan.items()
     }
     parallelize_module(model, mesh.device_mesh()[axis], styles)
     for prefix, module in model.named_modules():

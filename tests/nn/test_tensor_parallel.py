@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -48,26 +49,9 @@ def transformer() -> Transformer:
 
 def leave_gradients_unsummed(model: nn.Module) -> None:
     """Norms whose gradients stay what the worker's own tokens give."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    class Unsummed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, p: DTensor) -> DTensor:
-            return p.view_as(p)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: DTensor) -> DTensor:
-            return DTensor.from_local(
-                gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False
-            )
-
-    def begin(module: nn.Module, _: Any) -> None:
-        for name, p in module._parameters.items():
-            module._parameters[name] = Unsummed.apply(p)
-
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
-            module.register_forward_pre_hook(begin)
+            module.__class__ = nn.LayerNorm
 
 
 def draw_by_shard(model: nn.Module) -> None:
@@ -268,8 +252,20 @@ def refusal(call: Callable[[], object]) -> str:
 # -- tokens that the workers don't divide --------------------------------------------------------
 
 
-def of_five_tokens(comm: Communicator, keeps_dtensors: bool = True) -> dict[str, Tensor]:
-    """Gradients of layers between which each worker has some of five tokens."""
+def of_some_tokens(
+    comm: Communicator,
+    num_tokens: int = 5,
+    norm: type[nn.Module] = nn.LayerNorm,
+    keeps_dtensors: tuple[bool, bool] = (True, True),
+) -> dict[str, Tensor]:
+    """Gradients of layers between which each worker has some of the tokens.
+
+    Args:
+        comm: the workers.
+        num_tokens: of a sequence.
+        norm: kind of one of the layers.
+        keeps_dtensors: whether the layer before norm and dropout gives a DTensor, and these do.
+    """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -280,16 +276,16 @@ def of_five_tokens(comm: Communicator, keeps_dtensors: bool = True) -> dict[str,
     torch.manual_seed(0)
     names = ("first", "second", "norm", "dropout", "third", "fourth")
     layers = (
-        *(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6), nn.Dropout(0.5)),
+        *(nn.Linear(6, 8), nn.Linear(8, 6), norm(6), nn.Dropout(0.5)),
         *(nn.Linear(6, 8), nn.Linear(8, 6)),
     )
     model = nn.Sequential(OrderedDict(zip(names, layers, strict=True))).double()
-    tokens = torch.randn(3, 5, 6, dtype=torch.float64)
+    tokens = torch.randn(3, num_tokens, 6, dtype=torch.float64)
     if comm.size > 1:
-        local = {"use_local_output": not keeps_dtensors}
+        before, local = ({"use_local_output": not keeps} for keeps in keeps_dtensors)
         plan = {
             "first": ColwiseParallel(),
-            "second": RowwiseParallel(output_layouts=Shard(1), **local),
+            "second": RowwiseParallel(output_layouts=Shard(1), **before),
             "norm": SequenceParallel(**local),
             "dropout": SequenceParallel(**local),
             "third": ColwiseParallel(input_layouts=Shard(1)),
@@ -306,23 +302,64 @@ def cut_five_tokens(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleInput
 
-    of_output = refusal(lambda: of_five_tokens(comm, keeps_dtensors=False))
+    of_output = refusal(lambda: of_some_tokens(comm, keeps_dtensors=(False, False)))
     style = PrepareModuleInput(
         input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
     )
     model = tensor_parallel(nn.ReLU(), comm.mesh(data=1, tensor=comm.size), {"": style})
     assert model(torch.ones(3, 4, 6)).shape == (3, 2, 6)
-    return of_five_tokens(comm), [of_output, refusal(lambda: model(torch.ones(3, 5, 6)))]
+    return of_some_tokens(comm), [of_output, refusal(lambda: model(torch.ones(3, 5, 6)))]
 
 
 @pytest.mark.process
 def test_tokens_that_the_workers_do_not_divide() -> None:
-    expected = of_five_tokens(Communicator.single_process())
+    expected = of_some_tokens(Communicator.single_process())
     for found, said in run_processes(2, cut_five_tokens):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         cut = "is cut along dimension 1, which must be a multiple of the 2 workers: pad it, or have"
         assert said[0].startswith(f"`model.second`'s output [3, 5, 6] {cut}")
         assert said[1].startswith(f"`model`'s input [3, 5, 6] {cut}")
+
+
+class Computed(TorchFunctionMode):
+    """Notes of what norms and dropout are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: dict[str, set[type]] = {}
+
+    def __torch_function__(
+        self, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if call.__name__ in ("layer_norm", "rms_norm", "dropout"):
+            self.types.setdefault(call.__name__, set()).update(map(type, args[:1]))
+        return call(*args, **(kwargs or {}))
+
+
+LAYOUTS = [(before, after) for before in (True, False) for after in (True, False)]
+
+
+def of_four_tokens(comm: Communicator, norm: type[nn.Module]) -> list[dict[str, Tensor]]:
+    """Gradients in each layout, of which norm and dropout see plain tensors."""
+    from torch.distributed.tensor import DTensor
+
+    found = []
+    for keeps_dtensors in LAYOUTS:
+        with Computed() as computed:
+            found.append(of_some_tokens(comm, 4, norm, keeps_dtensors))
+        assert len(computed.types) == 2
+        for kinds in computed.types.values():  # torch may have wrapped what isn't there yet
+            assert not any(issubclass(kind, DTensor) for kind in kinds)
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norm_and_dropout_of_a_part_of_the_tokens(norm: type[nn.Module]) -> None:
+    expected = of_some_tokens(Communicator.single_process(), 4, norm)
+    for found in run_processes(2, of_four_tokens, norm):
+        for gradients_of_layout in found:
+            torch.testing.assert_close(gradients_of_layout, expected, rtol=0, atol=1e-12)
 
 
 # -- convolutions --------------------------------------------------------------------------------
