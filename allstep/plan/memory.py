@@ -15,8 +15,8 @@ pass the outputs of its two norms, gathered (2 w), their inputs and the factors 
 (4 c w), and queries, keys, values, attention, and the hidden features before and after GELU, which
 are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 c). Of the logits'
 size there are l tensors at a time: 3 on a worker that has all of them, the logarithms and two
-gradients; 4 in a pipeline, where torch keeps the logits, too; 5/t where they are sharded along the
-vocabulary, as torch's loss then finds the gradient beside the logits. It is for attention that
+gradients; 4 in a pipeline, where torch keeps the logits, too; 2/t where they are sharded along the
+vocabulary, as the loss of `text` finds the gradient beside the logits. It is for attention that
 keeps no scores (flash) and without activation checkpointing; what the framework, kernels and
 collectives take beside is not in it.
 
@@ -105,7 +105,7 @@ def memory_of(
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
     >>> [f"{memory_of(micro, small, tensor).total / 1e6:.1f} MB" for tensor in (1, 2)]
-    ['81.4 MB', '51.5 MB']
+    ['81.4 MB', '39.0 MB']
     >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
     >>> f"{found.total / 1e6:.1f} MB"
     '66.1 MB'
@@ -192,4 +192,4 @@ def _logits_at_a_time(stages: PipelineSpec, tensor: int) -> float:
     """What is there of their size at most, in the loss or when its backward pass begins."""
     if stages.num_workers > 1:
         return 4
-    return 3 if tensor == 1 else 5 / tensor
+    return 3 if tensor == 1 else 2 / tensor
