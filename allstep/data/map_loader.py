@@ -9,6 +9,7 @@ from allstep.comm import Communicator
 from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import FetchMicroBatch, Key
 from allstep.data.processes import Items
+from allstep.data.same_data import first_samples
 from allstep.data.sampler import GlobalBatchPlan, GlobalBatchSampler
 from allstep.data.shares import Shares
 from allstep.errors import UsageError
@@ -42,6 +43,7 @@ class MapLoader(GlobalBatchLoader):
             shuffle=shuffle,
             drop_last=cutting.drop_last,
         )
+        self._dataset = dataset
         self._fetch = FetchMicroBatch(dataset, cutting.seed, cutting.collate_fn)
         self._rest: Iterator[MicroBatch] = iter(())  # of the batch that was handed out last
         self.position = 0
@@ -59,6 +61,10 @@ class MapLoader(GlobalBatchLoader):
         """What the samples of each step follow from, for a position to mean the same again."""
         own = {"num_samples": self._sampler.num_samples, "shuffle": self._sampler.shuffle}
         return super().options() | own
+
+    def first_samples(self) -> list[tuple[str, str]]:
+        """Name -> what it holds, in a word, of samples that workers compare."""
+        return first_samples(self._dataset, self._processes, self.seed)
 
     def state_dict(self) -> dict[str, int]:
         """Where the data stands: `samples` consumed and `steps` made since the start."""

@@ -6,7 +6,7 @@ and the contents of the first samples. Samples that differ are read again, for t
 reads differently the second time, as by a random generator of its own, say nothing.
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from hashlib import blake2b
 from typing import Any
 
@@ -64,10 +64,7 @@ def check_same_samples(
     if error is None and agree(comm, action, optional=first):
         return
     again = first if error is not None else _read(dataset, processes, seed)[0]
-    details = [
-        (name, content if content == second else "different each time")
-        for (name, content), (_, second) in zip(first, again, strict=False)
-    ]
+    details = _read_twice(first, again)
     try:
         if error is not None:
             agree(comm, action, optional=first)  # as the others do
@@ -77,20 +74,44 @@ def check_same_samples(
             raise error
 
 
-def _read(
+def first_samples(
     dataset: Dataset[Any], processes: LoaderProcesses, seed: int
+) -> list[tuple[str, str]]:
+    """What `check_same_samples` compares, of this worker alone; nothing of a stream.
+
+    An exception of the data set is raised.
+    """
+    if not _is_map_style(dataset):
+        return []
+    found, error = _read(dataset, processes, seed, num_times=2)
+    if error is not None:
+        raise error
+    return _read_twice(found[: len(found) // 2], found[len(found) // 2 :])
+
+
+def _read_twice(
+    first: Sequence[tuple[str, str]], again: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    return [
+        (name, content if content == second else "different each time")
+        for (name, content), (_, second) in zip(first, again, strict=False)
+    ]
+
+
+def _read(
+    dataset: Dataset[Any], processes: LoaderProcesses, seed: int, num_times: int = 1
 ) -> tuple[list[tuple[str, str]], Exception | None]:
     """The contents of the first samples, in a word each, and why there are no more."""
     in_memory = tensors_of(dataset) is not None
     one = LoaderProcesses() if in_memory else processes.single()
-    indices = range(min(_NUM_SAMPLES, len(dataset)))  # type: ignore[arg-type]
+    indices = [*range(min(_NUM_SAMPLES, len(dataset)))] * num_times  # type: ignore[arg-type]
     found: list[tuple[str, str]] = []
     items = one.start(_Contents(dataset, seed), indices, seed=seed)
     try:
         for index, content in zip(indices, items, strict=True):
             found.append((f"dataset[{index}]", f"content {content % (1 << 28):07x}"))
     except Exception as error:
-        found.append((f"dataset[{len(found)}]", f"not readable ({type(error).__name__})"))
+        found.append((f"dataset[{indices[len(found)]}]", f"not readable ({type(error).__name__})"))
         return found, error
     finally:
         items.close()

@@ -12,18 +12,24 @@ those of a training that nobody has disturbed.
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from allstep import __version__
 from allstep.comm import Communicator, DividedModules, StageModules, shards_of
+from allstep.comm.agreement import digest
 from allstep.comm.membership import Membership, regroup
 from allstep.data import MapLoader
 from allstep.data.batches import GlobalBatchLoader
+from allstep.data.processes import LoaderProcesses
+from allstep.data.same_data import first_samples
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 from allstep.exchange import Exchange
 from allstep.nn import GroupedBatchNorm
@@ -31,7 +37,7 @@ from allstep.torch_classes import is_dtensor
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.options import TrainOptions
 from allstep.train.stop import Interrupts
-from allstep.train.task import Task
+from allstep.train.task import Task, all_stages
 
 # How it shows that a worker was lost; a disagreement is a mistake.
 LOST = (PeerLostError, CollectiveTimeoutError)
@@ -190,8 +196,8 @@ def admit(comm: Communicator, membership: Membership, training: Mapping[str, obj
     Raises:
         UsageError: if this worker would train something else than those that it wants to join.
     """
-    versions = {"allstep": __version__, "torch": torch.__version__}
-    lines = {**versions, **training}.items()
+    code = {"allstep": __version__, "torch": torch.__version__, "script": _script_digest()}
+    lines = {**code, **training}.items()
     own = "\n".join(f"{name} {value!r}".replace("\n", " ") for name, value in lines)
     if not membership.waits:
         membership.begin(comm)
@@ -207,14 +213,33 @@ def admit(comm: Communicator, membership: Membership, training: Mapping[str, obj
             )
 
 
+def _script_digest() -> str | None:
+    """Of the file that was started, without what it imports; None where there is none."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None or not Path(file).is_file():
+        return None
+    return f"{digest(Path(file).read_bytes()):016x}"
+
+
 def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
     """What must be the same for workers to train a task together."""
     return {
         "Python's class of options": type(options).__qualname__,
         "options": options,
         "parameters": parameters_of(task.model),
-        "samples": getattr(task.train_set, "__len__", lambda: "?")(),
+        **{
+            f"stages[{n}].{name}": _in_words(getattr(stage, name), options)
+            for n, stage in enumerate(all_stages(task, options))
+            for name in ("train_set", "test_set")
+        },
     }
+
+
+def _in_words(dataset: Dataset[Any], options: TrainOptions) -> tuple[object, object]:
+    """Length of a data set, and what its first samples hold."""
+    processes = LoaderProcesses(num_workers=options.loader_workers)
+    length = getattr(dataset, "__len__", lambda: "?")()
+    return length, first_samples(dataset, processes, options.seed)
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, list[int], str]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from allstep.comm.membership import Membership
 from allstep.comm.system import System
-from allstep.data import GlobalBatch
+from allstep.data import GlobalBatch, MapLoader
 from allstep.data.batches import GlobalBatchLoader
 from allstep.env import Launch, read_launch
 from allstep.errors import UsageError, check_integer
@@ -297,8 +297,10 @@ class Elastic:
 
     def _training(self) -> dict[str, object]:
         """What must be the same for workers to train together."""
+        assert isinstance(self._loader, MapLoader)  # `check_loop` has seen to it
         return {
             "data and state": self._state.options(),
+            "samples": self._loader.first_samples(),
             "policies": [exchange.policy.in_words for exchange in self._exchanges],
             "parameters": [parameters_of(exchange.model) for exchange in self._exchanges],
             "threads": torch.get_num_threads(),

@@ -1,5 +1,6 @@
 """`allstep launch --elastic` and `allstep join` with a script of a user's own."""
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,19 @@ SCRIPT = Path(elastic_script.__file__)
 @pytest.mark.process
 def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..., str]) -> None:
     run_dir = tmp_path / "run"
-    given = ("--", SCRIPT, tmp_path, 5, 3)
+    script = shutil.copy(SCRIPT, tmp_path / "train.py")
+    given = ("--", script, tmp_path, 5, 3)
     flags = ("--elastic", "--workers", 2, "--run-dir", run_dir)
     launched = Launched("-m", "allstep", "launch", *flags, *given)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
     first, _ = launched.workers()
+    text = script.read_text()
+    script.write_text(text.replace("lr=0.1", "lr=0.2"))
+    edited = Launched("-m", "allstep", "join", run_dir, cwd=tmp_path)
+    edited.finish(within_s=60)
+    assert edited.code == 1
+    assert "This worker can't join: it has script " in edited.errors
+    script.write_text(text)
     joining = Launched("-m", "allstep", "join", run_dir, cwd=tmp_path)
     joining.wait_until(lambda: num_joiners(read_store(run_dir).port) == 1)
     first.send_signal(signal.SIGKILL)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.process
 
 NUM_CALLS = 52_000  # of functions of allstep, in a run, on each of four workers, about
 NUM_SEEDS = int(os.environ.get("SEEDS", "12"))  # `make kill-anywhere` sets more
-_NUM_FIRST_CALLS = 500  # until all have met for the first time
+_NUM_FIRST_CALLS = 800  # until all have met for the first time
 
 
 def train(
@@ -520,6 +521,32 @@ def test_joining_with_other_options(tmp_path: Path, undisturbed: Path) -> None:
         goes_on.touch()
         assert ended(workers) == [0]
     check_same(run_dir, undisturbed)
+
+
+def with_another_sample(name: str) -> Task:
+    """As many samples; the first one is another."""
+    task = same_model.make_task("sgd", augment=False)
+    dataset = getattr(task, name)
+    dataset._x[0] += 1
+    return task
+
+
+@pytest.mark.parametrize("name", ["train_set", "test_set"])
+def test_joining_with_other_data(name: str, tmp_path: Path) -> None:
+    """Whoever would train on other samples learns it; the others don't mind."""
+    goes_on = tmp_path / "goes_on"
+    same = partial(same_model.make_task, "sgd", augment=False)
+    held = (tmp_path / "run", {}, HeldAt(5, goes_on), OPTIONS, same)
+    with Workers(1, train, held, min_workers=1) as workers:
+        wait_until(lambda: is_held(goes_on), workers)
+        arguments = (tmp_path / "run", {}, None, OPTIONS, partial(with_another_sample, name))
+        with Workers(1, train, arguments, min_workers=1, joins=workers.store_address) as joiner:
+            assert ended(joiner) == [1]
+            message = joiner.outcomes()[0].value
+        goes_on.touch()
+        assert ended(workers) == [0]
+    assert f"This worker can't join: it has stages[0].{name} (" in message
+    assert "dataset[0]" in message
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ NUM_EPOCHS = 3
 NUM_STEPS = 4 * NUM_EPOCHS
 NUM_CALLS = 24_000  # of functions of allstep, in a run, on each of four workers, about
 NUM_SEEDS = int(os.environ.get("SEEDS", "12"))  # `make kill-anywhere` sets more
-_NUM_FIRST_CALLS = 3_000  # until all have met for the first time, in 2,600
+_NUM_FIRST_CALLS = 3_000  # until all have met for the first time, in 2,750
 
 
 class Numbered(same_model.Images):
@@ -67,6 +67,7 @@ class Loop:
         kind: of `Elastic`.
         every: global batches to an update.
         loader_workers: processes of each worker's loader.
+        samples: others than all other workers have.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Loop:
         kind: type[allstep.Elastic] = allstep.Elastic,
         every: int = 1,
         loader_workers: int = 0,
+        samples: Numbered | None = None,
     ) -> None:
         self._every = every
         task = same_model.make_task("sgd")
@@ -85,7 +87,7 @@ class Loop:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.exchange = allstep.attach(self.model, comm, Synchronous(compression="exact"))
         self.loader = allstep.data.loader(
-            Numbered(),
+            samples or Numbered(),
             comm,
             global_batch=same_model.GLOBAL_BATCH,
             micro_batch=same_model.MICRO_BATCH,
@@ -724,17 +726,34 @@ def join_with_another_schedule() -> Any:
             pass
 
 
+def join_with_other_data() -> Any:
+    with init(device="cpu", timeout_s=30.0) as comm:
+        samples = Numbered()
+        samples._x[0] += 1
+        with Loop(comm, samples=samples).elastic:
+            pass
+
+
 @pytest.mark.process
-def test_joining_with_another_script(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("joins", "words"),
+    [
+        (join_with_another_schedule, ["LambdaLR", "ExponentialLR"]),
+        (join_with_other_data, ["it has samples [('dataset[0]', "]),
+    ],
+)
+def test_joining_with_another_script(
+    joins: Callable[[], Any], words: list[str], tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
     """Whoever would train something else learns it; the others don't mind."""
     goes_on = tmp_path / "goes_on"
     arguments = (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)})
     with contextlib.ExitStack() as stack:
         workers = started(stack, train, 1, arguments)
-        joiner = started(stack, join_with_another_schedule, 1, (), joins=workers.store_address)
+        joiner = started(stack, joins, 1, (), joins=workers.store_address)
         assert ended(joiner) == [1]
         message = joiner.outcomes()[0].value
-        assert "UsageError" in message and "LambdaLR" in message and "ExponentialLR" in message
+        assert all(word in message for word in ["UsageError", *words]), message
         goes_on.touch()
         assert ended(workers) == [0]
         check_same(workers.outcomes()[0], undisturbed)
