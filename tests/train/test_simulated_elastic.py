@@ -53,6 +53,26 @@ def test_undisturbed() -> None:
         assert same(outcome.state, undisturbed())
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1]])
+def test_hosts_are_cut_off_for_good(hosts: list[int]) -> None:
+    """Those who reach the store go on, however few; the others end without another update."""
+    simulation = Simulation(0, Faults(hosts, parts_at_s=(0.15, frozenset({1}), 900.0)))
+    simulation.run()
+    for host, outcome in zip(hosts, simulation.outcomes, strict=True):
+        if host == 0:
+            assert outcome.state is not None
+        else:
+            assert "The store" in str(outcome.error)
+
+
+def test_one_of_two_is_lost() -> None:
+    simulation = Simulation(0, Faults([0, 0], dies_at={0: 30}))
+    simulation.run()
+    lost, left = simulation.outcomes
+    assert lost.process.was_killed
+    assert left.state is not None and same(left.state, undisturbed())
+
+
 def test_all_workers_of_other_hosts_are_lost() -> None:
     """Nobody sees their end; who waits to join learns it by their silence."""
     faults = Faults(
