@@ -51,8 +51,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         x_target = (local.gather(1, column) - largest)[:, 0].where(is_here, 0)
         powers = (local - largest).exp_()
-        total, x_target = sums = torch.stack((powers.sum(1), x_target))
+        sums = torch.stack((powers.sum(1), x_target))
         dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, x_target = sums
 
         is_counted = targets != _NOT_COUNTED
         gradient = powers.mul_((is_counted / total)[:, None])

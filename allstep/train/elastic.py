@@ -218,7 +218,10 @@ def _script_digest() -> str | None:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         return None
-    return f"{digest(Path(file).read_bytes()):016x}"
+    content = Path(file).read_bytes()
+    if content.startswith(b"#!"):  # an interpreter, which may lie elsewhere on another host
+        content = content.partition(b"\n")[2]
+    return f"{digest(content):016x}"
 
 
 def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
