@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from allstep.comm.places import own_space
@@ -76,9 +77,12 @@ class WorkerState:
         """
         return self.phase if self.step is None else f"{self.phase} of step {self.step}"
 
-    @property
+    @cached_property
     def process(self) -> str:
-        """The kernel's letter for its process, "" if that is gone, "?" on another host."""
+        """The kernel's letter for its process, "" if that is gone, "?" on another host.
+
+        As it was when it was first asked for, so that all that is said of a state fits together.
+        """
         if not self.space or self.space != own_space():
             return "?"
         with contextlib.suppress(OSError):
@@ -181,6 +185,13 @@ def _finite(value: float | None) -> float | None:
 
 def read_state(file: Path) -> WorkerState | None:
     """None for what is no such file, or can't be read."""
+    state = _read_state(file)
+    if state is not None and state.end is None and not state.process:
+        return _read_state(file)  # it may have ended meanwhile, and what it left says how
+    return state
+
+
+def _read_state(file: Path) -> WorkerState | None:
     for _ in range(3):  # it may be in the midst of being written
         with contextlib.suppress(OSError, ValueError, TypeError):
             data = file.read_bytes()

@@ -93,7 +93,7 @@ def recommend_mesh(
     >>> blocks = TransformerSpec(depth=40, width=1536, heads=16, sequence_length=1024)
     >>> found = recommend_mesh(
     ...     TrainingSpec(micro=micro), blocks, read_cluster("ethernet-100g"),
-    ...     PolicySpec(name="fp32"), MeshSpec.all_of(8), memory_gib=30)
+    ...     PolicySpec(name="fp32"), MeshSpec.all_of(8), memory_gib=28)
     >>> str(found.choice.prediction.mesh), [str(mesh) for mesh in found.left_out]
     ('data=4,tensor=2,shard=4', ['data=8,tensor=1', 'data=8,tensor=1,shard=8', 'data=4,tensor=2'])
     """

@@ -106,7 +106,7 @@ def steps(
     for exchange in exchanges:
         _refuse_synchronized_norms(exchange)
         if isinstance(exchange.model, Pipeline):
-            _check_pipeline(exchange.model, loader, elastic)
+            _check_pipeline(exchange.model, loader)
     shares = getattr(loader, "shares", None)
     if shares is not None and not shares.is_equal:
         for exchange in exchanges:
@@ -138,13 +138,8 @@ def _refuse_synchronized_norms(exchange: Exchange) -> None:
             )
 
 
-def _check_pipeline(model: Pipeline, loader: Loader, elastic: Elastic | None) -> None:
+def _check_pipeline(model: Pipeline, loader: Loader) -> None:
     """Checks that its workers have the same micro-batches, as many as its schedule takes."""
-    if elastic is not None:
-        raise UsageError(
-            "`elastic` begins the loop over a global batch's micro-batches again when a worker is"
-            " lost, and a pipeline has no such loop: train without it."
-        )
     if model.num_workers == 1 or not isinstance(loader, GlobalBatchLoader):
         return
     if loader.shares.is_measured:

@@ -39,7 +39,7 @@ from allstep.comm import (
 )
 from allstep.comm.last_state import LastState
 from allstep.comm.places import own_space
-from allstep.comm.worker_state import record_of, waiting_words
+from allstep.comm.worker_state import read_state, record_of, waiting_words
 from allstep.env import RUN_DIR
 from allstep.errors import PeerLostError
 from tests.helpers.processes import Workers, start_processes
@@ -317,6 +317,21 @@ def test_a_record_stays_whole_whatever_the_error_says(tmp_path):
     (left,) = read_states(tmp_path)
     assert set(left.message) == {"\N{SNOWMAN}"}
     assert "test_why.py" in left.stacks
+
+
+def test_a_worker_that_ends_while_its_file_is_read_was_not_killed():
+    """It was in the midst of a step when the file was read, and is gone by the next look."""
+    gone = dataclasses.replace(state(0), space=own_space(), pid=2**22 + 1, born="1")
+
+    class File:
+        contents = iter([record_of(gone), record_of(dataclasses.replace(gone, end=WELL))])
+
+        def read_bytes(self) -> bytes:
+            return next(self.contents)
+
+    assert find_cause([gone], None).what == "killed"
+    left = read_state(File())  # type: ignore[arg-type]
+    assert find_cause([left], None).what == "ended well"
 
 
 def test_what_an_earlier_part_of_the_run_left_is_no_news(tmp_path):

@@ -422,9 +422,8 @@ def test_a_pipeline_is_not_elastic() -> None:
     model, _ = pipeline(comm, 1)
     exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
     loader = allstep.data.loader(samples(8), comm, global_batch=4, micro_batch=2)
-    elastic = allstep.Elastic(loader, exchange, state={})
-    with pytest.raises(UsageError, match="`elastic` begins the loop over a global batch's"):
-        allstep.steps(loader, exchange, elastic=elastic)
+    with pytest.raises(UsageError, match=r"`model\.stages` is divided over workers"):
+        allstep.Elastic(loader, exchange, state={})
 
 
 class Shrinking(nn.Module):
