@@ -88,6 +88,14 @@ def write_clothes(folder: Path) -> Path:
     return folder
 
 
+_OF_TEXTS: dict[str, Any] = {
+    "epochs": 1,
+    "global_batch": 24,
+    "micro_batch": 4,
+    "precision": "float64",
+}
+
+
 def small_images(folder: Path, **changes: Any) -> Images:
     arguments: dict[str, Any] = {
         "folder": folder,
@@ -106,10 +114,7 @@ def small_images(folder: Path, **changes: Any) -> Images:
 
 
 def small_text(folder: Path, **changes: Any) -> Text:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 24,
+    usual: dict[str, Any] = {
         "micro_batch": 6,
         "lr": 3e-3,
         "vocab_size": 300,
@@ -118,51 +123,29 @@ def small_text(folder: Path, **changes: Any) -> Text:
         "depth": 1,
         "heads": 2,
         "dropout": 0.0,
-        "precision": "float64",
     }
-    return Text(**arguments | changes)
+    return Text(**_OF_TEXTS | usual | {"folder": folder} | changes)
 
 
 def small_bert(folder: Path, **changes: Any) -> Bert:
-    arguments: dict[str, Any] = {
-        "folder": folder,
+    usual: dict[str, Any] = {
         "held_out": 0.3,
         "epochs": 2,
-        "global_batch": 24,
-        "micro_batch": 4,
         "vocab_size": 200,
         "sequence_length": 24,
         "second_sequence_length": 48,
-        "precision": "float64",
     }
-    return Bert(**arguments | changes)
+    return Bert(**_OF_TEXTS | usual | {"folder": folder} | changes)
 
 
 def small_finetune(folder: Path, pretrained: Path, **changes: Any) -> FineTune:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "pretrained": pretrained,
-        "epochs": 2,
-        "global_batch": 24,
-        "micro_batch": 4,
-        "sequence_length": 12,
-        "precision": "float64",
-    }
-    return FineTune(**arguments | changes)
+    usual: dict[str, Any] = {"epochs": 2, "sequence_length": 12}
+    return FineTune(**_OF_TEXTS | usual | {"folder": folder, "pretrained": pretrained} | changes)
 
 
 def small_gru(folder: Path, **changes: Any) -> Gru:
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 24,
-        "micro_batch": 4,
-        "layers": 2,
-        "width": 6,
-        "sequence_length": 10,
-        "precision": "float64",
-    }
-    return Gru(**arguments | changes)
+    usual: dict[str, Any] = {"layers": 2, "width": 6, "sequence_length": 10}
+    return Gru(**_OF_TEXTS | usual | {"folder": folder} | changes)
 
 
 def _text_of(objective: str, **changes: Any) -> Callable[[Path], Text]:
