@@ -27,6 +27,7 @@ from allstep.train import (
     Run,
     Sharpness,
     check_sharpness_arguments,
+    density,
     rank_correlation,
     sharpness,
 )
@@ -232,6 +233,17 @@ def _show_layers(layers: Sequence[LayerSharpness]) -> None:
         for name, (correlation, num_layers) in _correlations(layers).items()
         if math.isfinite(correlation)
     )
+    print_rows([("density over the layers", _density_over(layers))])
+
+
+def _density_over(layers: Sequence[LayerSharpness]) -> str:
+    """What LARS's rate of convergence depends on: it gains where gradients are the densest."""
+    by_layer = {
+        "gradient": [layer.gradient_norm for layer in layers],
+        "noise of a micro-batch": [layer.gradient_noise for layer in layers],
+        "curvature": [layer.top_eigenvalue for layer in layers],
+    }
+    return ", ".join(f"{name} {density(values):.2f}" for name, values in by_layer.items())
 
 
 def _correlations(layers: Sequence[LayerSharpness]) -> dict[str, tuple[float, int]]:

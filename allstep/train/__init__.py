@@ -17,6 +17,7 @@ from allstep.train.failures import REPORTED as REPORTED
 from allstep.train.failures import run_worker as run_worker
 from allstep.train.fit import fit
 from allstep.train.layer_sharpness import LayerSharpness
+from allstep.train.layer_sharpness import density as density
 from allstep.train.layer_sharpness import rank_correlation as rank_correlation
 from allstep.train.loop import Loop, Training
 from allstep.train.metrics import Logger, MetricsLog

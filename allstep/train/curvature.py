@@ -73,16 +73,23 @@ class Objective:
             total += share * self._loss(self._model, data).double()
         return float(self._comm.all_reduce(total))
 
-    def gradient(self) -> Tensor:
-        """The mean loss's, flat, float64; its pieces are in the parameters' order."""
+    def gradient(self) -> tuple[Tensor, Tensor]:
+        """The mean loss's, and the variance of a micro-batch's.
+
+        Returns:
+            Both flat, float64, in the parameters' order: g, and the mean of (g_k - g)^2 over the
+            micro-batches k by their samples.
+        """
         device = self._comm.device
-        total = torch.zeros(self.num_parameters, dtype=torch.float64, device=device)
+        total = torch.zeros(2, self.num_parameters, dtype=torch.float64, device=device)
         for share, data in self._parts:
             with torch.enable_grad():
                 loss = self._loss(self._model, data)
                 pieces = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            total += share * self._flat(pieces)
-        return self._comm.all_reduce(total)
+            part = self._flat(pieces)
+            total += share * torch.stack([part, part.square()])
+        mean, mean_square = self._comm.all_reduce(total)
+        return mean, (mean_square - mean.square()).clamp_(min=0)
 
     def hessian_times(self, vector: Tensor) -> Tensor:
         """H times a flat vector, float64; its pieces are in the parameters' order."""

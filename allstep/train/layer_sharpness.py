@@ -21,6 +21,8 @@ class LayerSharpness:
         gradient_norm: of the mean loss's gradient.
         gradient_density: |g|_1^2 / (num_parameters |g|_2^2): 1 if all elements have one magnitude,
             1 / num_parameters if a single one is not zero.
+        gradient_noise: root of the summed variances of its elements from micro-batch to
+            micro-batch.
         top_eigenvalue: largest eigenvalue of the loss's Hessian in this parameter alone, which is
             the gradient's Lipschitz constant there as far as it is the largest in magnitude.
         residual: of the eigenvalue, as in `Sharpness`.
@@ -34,6 +36,7 @@ class LayerSharpness:
     weight_norm: float
     gradient_norm: float
     gradient_density: float
+    gradient_noise: float
     top_eigenvalue: float
     residual: float
 
@@ -58,10 +61,10 @@ def measure_layers(
         max_products, tolerance, seed: for each eigenvalue, as in `sharpness`.
     """
     sizes = [p.numel() for p in objective.parameters]
-    gradients = torch.split(objective.gradient(), sizes)
+    gradients, variances = (torch.split(x, sizes) for x in objective.gradient())
     return tuple(
-        _measure(objective.of(name), name, gradient, max_products, tolerance, seed)
-        for name, gradient in zip(objective.names, gradients, strict=True)
+        _measure(objective.of(name), name, gradient, variance, max_products, tolerance, seed)
+        for name, gradient, variance in zip(objective.names, gradients, variances, strict=True)
     )
 
 
@@ -69,6 +72,7 @@ def _measure(
     objective: Objective,
     name: str,
     gradient: Tensor,
+    variance: Tensor,
     max_products: int,
     tolerance: float,
     seed: int,
@@ -77,17 +81,35 @@ def _measure(
     eigenvalue, residual, _ = top_eigenvalue(
         objective, max_products=max_products, tolerance=tolerance, seed=seed
     )
-    squares = float(gradient.square().sum())
-    magnitudes = float(gradient.abs().sum())
     return LayerSharpness(
         name=name,
         num_parameters=weight.numel(),
         weight_norm=float(weight.detach().double().norm()),
-        gradient_norm=math.sqrt(squares),
-        gradient_density=magnitudes**2 / (weight.numel() * squares) if squares else math.nan,
+        gradient_norm=float(gradient.norm()),
+        gradient_density=density(gradient),
+        gradient_noise=math.sqrt(float(variance.sum())),
         top_eigenvalue=eigenvalue,
         residual=residual,
     )
+
+
+def density(values: Tensor | Sequence[float]) -> float:
+    """How many of some numbers matter: |v|_1^2 / (n |v|_2^2).
+
+    Args:
+        values: n of them.
+
+    Returns:
+        1 if all have one magnitude, 1 / n if a single one is not zero; not a number if none is.
+
+    >>> density([3.0, -3.0, 0.0, 0.0])
+    0.5
+
+    Source: Bernstein et al., 2018, arXiv:1802.04434, section 3.3.
+    """
+    v = torch.as_tensor(values, dtype=torch.float64)
+    squares = float(v.square().sum())
+    return float(v.abs().sum()) ** 2 / (v.numel() * squares) if squares else math.nan
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

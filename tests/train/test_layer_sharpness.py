@@ -61,12 +61,23 @@ def test_layers_are_the_hessians_blocks(alone: Sharpness) -> None:
         assert layer.top_eigenvalue < 0.999 * alone.top_eigenvalue
 
 
+def test_noise_is_that_of_micro_batches(alone: Sharpness) -> None:
+    net, of_samples = copy.deepcopy(NET).eval(), []
+    for micro_batch in batch_for(Communicator.single_process(), make_samples()).micro_batches:
+        gradients = torch.autograd.grad(loss_of(net, micro_batch.data), list(net.parameters()))
+        of_samples += [gradients] * micro_batch.num_samples  # each as that of its micro-batch
+    for layer, of_layer in zip(alone.layers, zip(*of_samples, strict=True), strict=True):
+        variance = torch.stack(of_layer).var(0, correction=0)
+        assert layer.gradient_noise == pytest.approx(math.sqrt(float(variance.sum())), rel=1e-9)
+
+
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_layers_are_the_same_on_any_workers(num_workers: int, alone: Sharpness) -> None:
     for found in run_ranks(num_workers, measure):
         for layer, expected in zip(found.layers, alone.layers, strict=True):
             assert layer.top_eigenvalue == pytest.approx(expected.top_eigenvalue, rel=1e-6)
             assert layer.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-10)
+            assert layer.gradient_noise == pytest.approx(expected.gradient_noise, rel=1e-10)
 
 
 def test_layers_without_a_gradient() -> None:
