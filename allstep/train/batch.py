@@ -207,12 +207,19 @@ class Batch:
         else:
             self._gradients.forget()
 
-    def run(self, model: Pipeline, prepare: Callable[[Any], Any] = lambda data: data) -> None:
+    def run(
+        self,
+        model: Pipeline,
+        prepare: Callable[[Any], Any] = lambda data: data,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         """Takes all micro-batches through a pipeline and back, in place of the loop over them.
 
         Args:
             model: what the exchange is of.
             prepare: micro-batch -> what goes through.
+            scaler: by whose scale gradients are multiplied, as if each loss were.
 
         Raises:
             UsageError: if there are several exchanges, or one of another model.
@@ -221,13 +228,14 @@ class Batch:
         if len(self._exchanges) > 1 or exchange.model is not model:
             raise UsageError("`model` is not what `steps` has the one exchange of: attach it.")
         data, seeds, factors, losses = [], [], [], []
+        scale = 1.0 if scaler is None else scaler.get_scale()
         for read in self:
             each = prepare(read)
             weight = None if model.weight is None else model.weight(each)
             data.append(each)
             seeds.append(int(torch.randint(2**62, ()).item()))
             losses.append(torch.zeros((), dtype=torch.float64, device=self._device))
-            factors.append(self._take(losses[-1], weight))
+            factors.append(scale * self._take(losses[-1], weight))
             assert self.micro_batch is not None
             if self.micro_batch.is_last:
                 with exchange.no_sync():

@@ -49,8 +49,8 @@ class Precision:
 
     def step(self, optimizer: Optimizer, exchange: Exchange, clip_norm: float | None) -> None:
         """One update from the global gradient in `p.grad`, clipped if asked for."""
+        exchange.unscale_(self.scaler, optimizer)
         if clip_norm is not None:
-            self.scaler.unscale_(optimizer)
             exchange.clip_grad_norm_(clip_norm)
         self.scaler.step(optimizer)
         self.scaler.update()

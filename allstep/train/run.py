@@ -366,14 +366,8 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
     if fsdp_modules(model):
         check_sharded(options, "FSDP2 has sharded `task.model`")
     for name in divided_modules(model):
-        reason = f"`task.model.{name}` is divided over the workers"
-        if options.precision == "float16":
-            raise UsageError(
-                f"`precision` (={options.precision!r}) scales by the gradients that a worker sees,"
-                f" and {reason}: take 'bfloat16'."
-            )
         if every := options.noise_scale_every_steps:
             raise UsageError(
                 f"`noise_scale_every_steps` (={every}) needs a micro-batch's whole gradient on one"
-                f" worker, and {reason}: leave it out."
+                f" worker, and `task.model.{name}` is divided over the workers: leave it out."
             )

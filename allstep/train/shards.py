@@ -66,7 +66,6 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
         UsageError: names the option, the reason, and the cure.
     """
     cures = {
-        "precision": (options.precision == "float16", "take 'bfloat16'"),
         "compile": (options.compile, "leave it out"),
         "channels_last": (options.channels_last, "leave it out"),
         "compression": (

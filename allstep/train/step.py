@@ -117,15 +117,17 @@ class TrainStep:
             What it was; its loss is float64 digits on the worker's device.
         """
         exposed_before_s = self._exchange.stats().exposed_s
+        scaler = self._precision.scaler
         if isinstance(self._model, Pipeline) and self._model.num_workers > 1:
             with self._precision.autocast():  # backward passes take place in it, too
-                batch.run(self._model, self._precision.prepare_data)
+                batch.run(self._model, self._precision.prepare_data, scaler=scaler)
+            local_loss = batch.local_sums()
         else:
             for data in batch:
                 self._add_gradient(batch, data)
-        local_loss = batch.local_sums()
-        if self._precision.scaler.is_enabled():  # by powers of two, which are exact
-            local_loss[0] /= self._precision.scaler.get_scale()
+            local_loss = batch.local_sums()
+            if scaler.is_enabled():  # by powers of two, which are exact
+                local_loss[0] /= scaler.get_scale()
         self._noise.see_global(batch)
         if self._commit is not None:
             local_loss = self._commit(local_loss)

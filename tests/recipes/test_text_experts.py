@@ -263,7 +263,6 @@ def test_experts_that_do_not_divide(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
         ({"noise_scale_every_steps": 2}, r"`noise_scale_every_steps` \(=2\) .* leave it out"),
     ],
 )

@@ -116,7 +116,6 @@ def test_one_stages_bad_gradient_is_named_on_all(folder: Path, tmp_path: Path) -
         ({"pipeline": 3}, r"`depth` \(=4\) must be a multiple of `pipeline` \(=3\)"),
         ({"experts": 4}, r"`experts` \(=4\) are divided over all copies, and `pipeline` \(=2\)"),
         ({"samples": "paragraphs"}, r"`samples` \(='paragraphs'\) have another length in each"),
-        ({"precision": "float16"}, r"`precision` \(='float16'\) is for models that are whole"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
         ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
         ({"noise_scale_every_steps": 2}, r"`noise_scale_every_steps` \(=2\) is for models that"),

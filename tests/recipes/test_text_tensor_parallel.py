@@ -167,7 +167,6 @@ def test_one_shards_bad_gradient_skips_the_step_on_all(folder: Path, tmp_path: P
             {"experts": 64, "top_k": 64},
             r"`tensor_parallel` \(=2\) must divide the 1 hidden features of an expert",
         ),
-        ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
         ({"compression": "int8"}, r"`compression` \(='int8'\) .* take one of fp32, bf16"),
         ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
