@@ -1,10 +1,11 @@
 """What all tests share: one thread each, no leaks, and a reason for every skip."""
 
 import builtins
+import gc
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -39,6 +40,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("gpu_tests_on_cpu"):
         os.environ[ON_CPU] = "1"  # also of the processes that tests start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the garbage collector from what is imported and collected: it is there to the end.
+
+    It would look through a million objects again and again, and at each `gc.collect` of a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

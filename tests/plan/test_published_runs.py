@@ -1,28 +1,32 @@
 import pytest
 
 from allstep.plan import MeshSpec
+from benchmarks import published_runs
 from benchmarks.published_runs import (
     MEGATRON,
     PIPELINED,
     RESNET50_READY,
-    backcasts,
+    Backcast,
     megatron_flop,
     megatron_step_s,
 )
 
-ALL = backcasts()
+
+@pytest.fixture(scope="module")
+def backcasts() -> list[Backcast]:
+    return published_runs.backcasts()
 
 
-def test_published_runs_with_known_inputs_are_predicted_within_a_tenth():
-    told = [found for found in ALL if found.inputs != "guessed"]
+def test_published_runs_with_known_inputs_are_predicted_within_a_tenth(backcasts):
+    told = [found for found in backcasts if found.inputs != "guessed"]
     assert len(told) >= 8
     for found in told:
         assert abs(found.error) < 0.10, found
 
 
-def test_published_runs_off_by_a_tenth_name_their_guesses():
+def test_published_runs_off_by_a_tenth_name_their_guesses(backcasts):
     """What is off by more than a tenth says what was guessed."""
-    for found in ALL:
+    for found in backcasts:
         assert found.guesses
         assert found.source
         if abs(found.error) >= 0.10:
@@ -42,15 +46,15 @@ def test_published_runs_off_by_a_tenth_name_their_guesses():
         "COTS",
     ],
 )
-def test_published_runs_are_complete(name):
-    assert any(found.run.startswith(name) for found in ALL)
+def test_published_runs_are_complete(name, backcasts):
+    assert any(found.run.startswith(name) for found in backcasts)
 
 
-def test_published_order_of_networks_is_reproduced():
+def test_published_order_of_networks_is_reproduced(backcasts):
     """InfiniBand, then 10 GbE with fp16 and double buffering, then plain 10 GbE."""
 
     def predicted(run):
-        (found,) = (cast for cast in ALL if cast.run == run and "32 P100" in cast.what)
+        (found,) = (cast for cast in backcasts if cast.run == run and "32 P100" in cast.what)
         return found.predicted
 
     infiniband = predicted("ChainerMN, FDR InfiniBand")
@@ -63,9 +67,9 @@ def test_resnet50_gradient_is_ready_early():
     assert all(time <= gradient for gradient, time in RESNET50_READY)
 
 
-def test_tensor_parallel_runs_are_predicted_within_a_tenth():
+def test_tensor_parallel_runs_are_predicted_within_a_tenth(backcasts):
     """Without the waits for activations every copy would be fully efficient: 23 % off and more."""
-    rows = [found for found in ALL if "V100" in found.run and "Megatron" in found.run]
+    rows = [found for found in backcasts if "V100" in found.run and "Megatron" in found.run]
     assert len(rows) == 4
     for found in rows:
         assert abs(found.error) < 0.10, found
