@@ -38,21 +38,7 @@ __all__ = [
     "start_processes",
 ]
 
-# What children would import, each in seconds; torch's optimizers import `torch._dynamo`. Of allstep
-# by its full name: `import allstep` imports nothing.
-_PRELOAD = [
-    "allstep.cli.launch",
-    "allstep.cli.script_worker",
-    "hypothesis",
-    "pytest",
-    "sklearn.datasets",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-]
+_PRELOAD = ["tests.helpers.preloaded"]
 
 _GRACE_S = 5.0
 _SHOW_STACKS = signal.SIGUSR1
