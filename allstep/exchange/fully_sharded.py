@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, divided_modules, fsdp_modules, shards_of, stages_of
+from allstep.comm import Communicator, divided_modules, fsdp_modules, stages_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import ModuleHook, WeakHook
 from allstep.exchange.plain import PlainExchange
@@ -218,12 +218,6 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
                 f"`{name}` is laid out by `parallelize_module` and sharded by FSDP2 ({mesh}):"
                 " divide layers by `allstep.nn.tensor_parallel` before `fully_shard`, in its place."
             )
-        if mesh.ndim == 2 and shards_of(model):
-            raise UsageError(
-                f"`{name}` is copied and sharded by FSDP2 ({mesh}), and `model` is divided by"
-                " `tensor_parallel` as well: no axis of three has all data. Shard it over"
-                " `mesh.device_mesh()['data']`, without copies, or leave `tensor_parallel` out."
-            )
     ranks = comm.all_gather_object(dist.get_rank() if dist.is_initialized() else 0)
     for name, p in parameters.items():
         assert is_dtensor(p)
@@ -236,8 +230,9 @@ def _check_mesh(name: str, mesh: "DeviceMesh", ranks: list[int]) -> None:
         raise UsageError(
             f"`{name}` is sharded over {mesh}, and `comm` is of the ranks {ranks}: pass"
             " `comm.mesh(data=comm.size).device_mesh()` as `mesh` to `fully_shard`, or that of"
-            " `comm.mesh(replicate=..., shard=...)`; for formats between copies there is"
-            " `allstep.fsdp_hook`."
+            " `comm.mesh(replicate=..., shard=...)`; beside `tensor_parallel` attach to"
+            " `comm.mesh(data=..., tensor=...)['data']` in both cases. For formats between copies"
+            " there is `allstep.fsdp_hook`."
         )
     if mesh.ndim == 2 and mesh.size(1) == 1 < len(ranks):  # torch would divide a mean twice
         raise UsageError(

@@ -16,7 +16,7 @@ class MeshSpec:
         pipeline: workers of each copy, one after the other, which have some of the blocks.
         tensor: workers of each of these, neighbours, which have a part of every divided layer.
         shard: of `data`, workers over which FSDP2 shards parameters, gradients and the optimizer's
-            states: all of them, or neighbours, if `tensor` is 1.
+            states: all of them, or neighbours, which others have copies of.
 
     Raises:
         UsageError: if a length is less than 1, or `shard` doesn't go with the others.
@@ -42,11 +42,8 @@ class MeshSpec:
                 f"`shard` (={self.shard}) and `pipeline` (={self.pipeline}) don't go together:"
                 " leave one of them out."
             )
-        if self.data % self.shard or (self.tensor > 1 and self.shard < self.data):
-            raise UsageError(
-                f"`shard` (={self.shard}) must be `data` (={self.data}), or divide it if `tensor`"
-                f" (={self.tensor}) is 1."
-            )
+        if self.data % self.shard:
+            raise UsageError(f"`shard` (={self.shard}) must divide `data` (={self.data}).")
 
     def __str__(self) -> str:
         pipeline = f"pipeline={self.pipeline}," if self.pipeline > 1 else ""
@@ -160,10 +157,9 @@ class MeshSpec:
         Raises:
             UsageError: as `tensor_axis`.
         """
-        if self.tensor > 1:
-            return self.data_axis(cluster), cluster.of(1)
+        axis = self.data_axis(cluster)
         sharers = MeshSpec(data=self.data // self.shard, tensor=self.shard)
-        return sharers.tensor_axis(cluster), sharers.data_axis(cluster)
+        return sharers.tensor_axis(axis), sharers.data_axis(axis)
 
     def _part(self, cluster: Cluster) -> Cluster:
         part = cluster.of(self.num_workers, argument="mesh")

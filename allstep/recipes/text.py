@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from allstep.recipes.transformer import (
     shard_blocks,
     tensor_parallel_plan,
 )
+
+if TYPE_CHECKING:  # its import takes seconds
+    from torch.distributed.device_mesh import DeviceMesh
 
 _MIN_VOCAB_SIZE = 258
 
@@ -91,6 +94,10 @@ class Text(TokenRecipe):
     block's when it computes, over the workers that share out the samples: all, or beside
     `tensor_parallel` those with the same part. A single worker has all of them whatever this is."""
 
+    replicate: int = 1
+    """Copies of the shards (HSDP): of the workers that share out the samples neighbours have one
+    each, as many in every copy. With as many copies as workers nothing is left to shard."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer = allstep.errors.check_integer
@@ -106,9 +113,13 @@ class Text(TokenRecipe):
         allstep.errors.check_multiple("width", self.width, "heads", self.heads)
         if self.experts is not None:
             self._check_experts(self.experts)
-        for name in ("tensor_parallel", "pipeline"):
+        for name in ("tensor_parallel", "pipeline", "replicate"):
             check_integer(name, getattr(self, name))
         self._check_copies()
+        if self.replicate > 1 and not self.shard:
+            raise UsageError(
+                f"`replicate` (={self.replicate}) counts the copies of shards: give `shard`, too."
+            )
         if self.shard:
             self._check_shard()
 
@@ -230,6 +241,12 @@ class Text(TokenRecipe):
         if num_workers > 1 and self.pipeline > 1:
             self._check_micro_batches(num_workers // self.copy_size)
         num_copies = max(1, num_workers // self.copy_size)
+        if num_workers > 1 and num_copies % self.replicate:
+            nearest = allstep.errors.nearest_multiples(num_copies, self.replicate)
+            raise UsageError(
+                f"`replicate` (={self.replicate}) must divide the {num_copies} workers that share"
+                f" out the samples, as every copy of the shards has as many; nearest: {nearest}."
+            )
         if self.experts is not None and self.experts % num_copies:
             nearest = allstep.errors.nearest_multiples(self.experts, num_copies)
             which = "workers" if self.copy_size == 1 else "copies of the model"
@@ -298,10 +315,18 @@ class Text(TokenRecipe):
             return model
         if self.tensor_parallel > 1:
             allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
-        if self.shard and mesh["data"].size > 1:
+        if self.shard and mesh["data"].size > self.replicate:
             model.to(comm.device)
-            shard_blocks(model, mesh.device_mesh()["data"])
+            shard_blocks(model, self._sharding_mesh(mesh))
         return model
+
+    def _sharding_mesh(self, mesh: allstep.comm.Mesh[Communicator]) -> "DeviceMesh":
+        """The workers that share out the samples; copies x shards if there are several copies."""
+        if self.replicate == 1:
+            return mesh.device_mesh()["data"]
+        num_shards = mesh["data"].size // self.replicate
+        axes = {"replicate": self.replicate, "shard": num_shards, "tensor": self.tensor_parallel}
+        return mesh.comm.mesh(**axes).device_mesh()["replicate", "shard"]
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
         """A stage for each block, so that any number of workers draws the same."""

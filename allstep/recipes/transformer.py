@@ -291,7 +291,7 @@ def shard_blocks(model: Transformer, mesh: "DeviceMesh") -> None:
 
     Args:
         model: on its device.
-        mesh: the axis of the workers that share out the samples.
+        mesh: of the workers that share out the samples, shards or copies x shards.
     """
     from torch.distributed.fsdp import fully_shard
 

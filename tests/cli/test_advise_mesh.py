@@ -171,7 +171,7 @@ MESH = (*BARE, *BLOCKS, "--mesh")
             (*MESH, "8"),
             "`mesh` (=8) has no place for `8`; give data=N,pipeline=N,tensor=N,shard=N.",
         ),
-        ((*MESH, "data=4,shard=3"), "`shard` (=3) must be `data` (=4), or divide it if `tensor`"),
+        ((*MESH, "data=4,shard=3"), "`shard` (=3) must divide `data` (=4)."),
         ((*MESH, "data=2,data=2"), "`mesh` (=data=2,data=2) has `data` twice."),
         ((*MESH, "data=0"), "`mesh: data` (=0) must be at least 1."),
         ((*MESH, "data=two"), "`mesh: data` (=two) must be a count"),

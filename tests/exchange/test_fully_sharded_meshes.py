@@ -1,4 +1,4 @@
-"""FSDP2 along one or two axes of a mesh, beside tensor parallelism: the model of one worker."""
+"""FSDP2 along one axis of a mesh or two, beside tensor parallelism: the model of one worker."""
 
 import logging
 import math
@@ -54,17 +54,25 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def divided(comm: Communicator, kind: str) -> tuple[nn.Module, Communicator]:
-    """The model, and the workers with other samples. `kind` is data x tensor, or "hybrid"."""
+    """The model, and the workers with other samples.
+
+    Args:
+        comm: all workers.
+        kind: data x tensor, copies x shards x tensor, or "hybrid", copies x shards.
+    """
     model = make_model()
     if comm.size == 1:
         return model, comm
     if kind == "hybrid":
         mesh = comm.mesh(replicate=2, shard=comm.size // 2)
         return shard(model, mesh.device_mesh()), comm
-    num_data, num_tensor = map(int, kind.split(" x "))
-    mesh = comm.mesh(data=num_data, tensor=num_tensor)
+    *lengths, num_tensor = map(int, kind.split(" x "))
+    mesh = comm.mesh(data=math.prod(lengths), tensor=num_tensor)
     tensor_parallel(model, mesh, PLAN)
-    return shard(model, mesh.device_mesh()["data"]), mesh["data"]
+    if len(lengths) == 1:
+        return shard(model, mesh.device_mesh()["data"]), mesh["data"]
+    axes = comm.mesh(replicate=lengths[0], shard=lengths[1], tensor=num_tensor)
+    return shard(model, axes.device_mesh()["replicate", "shard"]), mesh["data"]
 
 
 def samples() -> TensorDataset:
@@ -117,9 +125,9 @@ def train(
                 else:
                     batch.backward(scaler.scale(F.cross_entropy(model(x), y)))
             if is_scaled:
-                ranks = (1, 1 + comm.size // 2)  # copies of a shard
-                if kind != "hybrid":
-                    ranks = (min(comm.size - 1, 5),)  # the last of eight has no rows
+                ranks = (min(comm.size - 1, 5),)  # the last of eight has no rows
+                if kind in ("hybrid", "2 x 2 x 2"):
+                    ranks = (1, 1 + comm.size // 2)  # copies of a shard
                 if batch.step == 1 and comm.rank in ranks:
                     gradient = local_part(model.get_parameter("3.weight").grad)
                     gradient[0, 0] = math.inf
@@ -188,7 +196,7 @@ def one_of_nine_micro_batches() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["4 x 2", "hybrid"])
+@pytest.mark.parametrize("kind", ["4 x 2", "2 x 2 x 2", "hybrid"])
 def test_fully_sharded_mesh_of_eight_workers(
     kind: str, one_of_nine_micro_batches: dict[str, dict[str, Tensor]]
 ) -> None:
@@ -216,13 +224,21 @@ def train_on(comm: Communicator, kind: str, run_dir: Path, num_epochs: int) -> d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved_on", ["2 x 2", "hybrid"])
+@pytest.mark.parametrize("saved_on", ["2 x 2", "2 x 2 x 2", "hybrid"])
 def test_checkpoint_of_a_fully_sharded_mesh_goes_on_on_others(
     saved_on: str, tmp_path: Path
 ) -> None:
     [undisturbed] = run_processes(1, train_on, "", tmp_path / "undisturbed", 2)
-    run_processes(4, train_on, saved_on, tmp_path / "run", 1)
-    for size, kind in ((1, ""), (2, "2 x 1"), (2, "1 x 2"), (4, "2 x 2"), (4, "hybrid")):
+    of_three_axes = (8, "2 x 2 x 2")
+    run_processes(8 if saved_on == of_three_axes[1] else 4, train_on, saved_on, tmp_path / "run", 1)
+    for size, kind in (
+        (1, ""),
+        (2, "2 x 1"),
+        (2, "1 x 2"),
+        (4, "2 x 2"),
+        (4, "hybrid"),
+        *([of_three_axes] if saved_on == "2 x 2" else []),
+    ):
         folder = tmp_path / f"{kind} {size}"
         shutil.copytree(tmp_path / "run", folder)
         for found in run_processes(size, train_on, kind, folder, 2):
@@ -254,7 +270,7 @@ def refused(comm: Communicator) -> dict[str, str]:
         "replicate": (hybrid, pairs["replicate"]),
         "shard": (hybrid, pairs["shard"]),
         "shard of one": (alone, comm),
-        "three axes": (three, axes["replicate"]),
+        "three axes, shard of one": (three, axes["replicate"]),
     }
     found = {}
     for name, (model, workers) in calls.items():
@@ -275,7 +291,7 @@ def test_what_is_sharded_over_other_axes_is_refused() -> None:
         "replicate": "is sharded over DeviceMesh",
         "shard": "is sharded over DeviceMesh",
         "shard of one": "has one worker along",
-        "three axes": "no axis of three has all data",
+        "three axes, shard of one": "has one worker along",
         "divided last": "call `fully_shard` after this",
     }
     for found in run_processes(4, refused):

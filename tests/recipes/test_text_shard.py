@@ -75,6 +75,24 @@ def test_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path) -> None:
             assert all(torch.equal(resumed[0][n], four[0][n]) for n in resumed[0])
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_copies_of_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path) -> None:
+    """copies x shards x tensor of 2 x 2 x 2; resumed on 2 x 2 (data x tensor)."""
+    recipe = small(folder, train_share=0.15, checkpoint_every_steps=3, keep_checkpoints=9)
+    one = train_on(1, recipe, tmp_path / "one")
+    both = replace(recipe, tensor_parallel=2, replicate=2)
+    assert largest_difference(one, train_on(8, both, tmp_path / "run")) < 1e-10
+    keep_one_checkpoint(tmp_path / "run", 3)
+    resumed = train_on(4, replace(both, replicate=1), tmp_path / "run", None, True)
+    assert largest_difference(one, resumed) < 1e-10
+
+
+def test_copies_of_shards_that_do_not_divide_the_workers(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"`replicate` \(=3\) must divide the 4 workers"):
+        small(folder, replicate=3, tensor_parallel=2).check_workers(8)
+
+
 def overflow(model: nn.Module) -> None:
     """Of the first bias's gradient, in the rows of the last worker."""
     last = torch.distributed.get_world_size() - 1
@@ -98,6 +116,8 @@ def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"replicate": 2, "shard": False}, r"`replicate` \(=2\) counts the copies of shards"),
+        ({"replicate": 0}, r"`replicate` \(=0\) must be"),
         ({"experts": 4}, r"`experts` \(=4\) is for a model that FSDP2 has not sharded"),
         ({"pipeline": 2}, r"`pipeline` \(=2\) is for a model that FSDP2 has not"),
         ({"compression": "exact"}, r"`compression` \(='exact'\) is for a model that FSDP2"),
