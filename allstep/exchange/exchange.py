@@ -229,6 +229,9 @@ class Exchange(ABC):
         Args:
             scaler: that the losses were scaled with.
             optimizer: of the attached model.
+
+        Raises:
+            UsageError: if FSDP2 has sharded a model with experts on several workers.
         """
         self._parts.unscale_(scaler, optimizer)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, divided_modules, fsdp_modules, stages_of
+from allstep.comm import Communicator, divided_prefixes, fsdp_modules, stages_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import ModuleHook, WeakHook
 from allstep.exchange.plain import PlainExchange
@@ -41,7 +41,8 @@ class CollectivePasses:
     of the shard, with the scale of every other gradient: 1 for a global batch. The exchange has
     no gradients left to send. Every pass through the model is collective: a worker with fewer
     micro-batches than another ends with passes of zero loss, which call the model as its last
-    micro-batch did.
+    micro-batch did. Experts that FSDP2 leaves to their workers run for the others' tokens in them,
+    in the same order as in any pass.
 
     Args:
         model: sharded by `fully_shard`.
@@ -122,9 +123,9 @@ class CollectivePasses:
                 args, kwargs = pytree.tree_map(_detached, (call.args, call.kwargs))
                 outputs = pytree.tree_leaves(self._model(*args, **kwargs))
             tensors = (x for x in outputs if isinstance(x, Tensor) and x.requires_grad)
-            zeros.extend(0 * x.sum().double() for x in tensors)
+            zeros.extend(0 * x.sum() for x in tensors)
         if zeros:
-            torch.stack(zeros).sum().backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(zeros)  # each by itself, as some may be DTensors
 
     def _note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_noting:
@@ -145,7 +146,8 @@ class FullyShardedExchange(PlainExchange):
 
     @property
     def workers_with_other_parts(self) -> list[Communicator]:
-        return [*super().workers_with_other_parts, *([self.comm] if self.comm.size > 1 else [])]
+        others = super().workers_with_other_parts
+        return others if self.comm in others or self.comm.size == 1 else [*others, self.comm]
 
     def local_gradients(self) -> dict[str, Tensor]:
         raise UsageError(
@@ -198,15 +200,20 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
             " a model that it has sharded: use `Synchronous()`; with a mesh whose nodes have"
             " copies, `allstep.fsdp_hook` brings formats and staleness between them."
         )
-    if stages_of(model) or divided_modules(model):
+    if stages_of(model):
         raise UsageError(
-            "`model` is sharded by FSDP2 and has experts or stages on several workers, which can't"
-            " be attached together: leave one of them out."
+            "`model` is sharded by FSDP2 and has stages on several workers, which can't be attached"
+            " together: leave one of them out."
         )
     for module in modules.values():
         module.reshard()
-    parameters = dict(model.named_parameters())
-    for name, p in parameters.items():
+    own = divided_prefixes(model)
+    parameters = {}
+    for name, p in model.named_parameters():
+        if name.startswith(own):
+            _check_own(name, p)
+            continue
+        parameters[name] = p
         if not is_dtensor(p):
             raise UsageError(
                 f"`{name}` is not sharded by FSDP2, and other parameters are: leave it out of"
@@ -222,6 +229,16 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
     for name, p in parameters.items():
         assert is_dtensor(p)
         _check_mesh(name, p.device_mesh, ranks)
+
+
+def _check_own(name: str, p: nn.Parameter) -> None:
+    """Of a parameter that only this worker has; others have others in its place."""
+    if is_dtensor(p):
+        raise UsageError(
+            f"`{name}` is of an expert that one worker has, and FSDP2 has sharded it over several:"
+            " give each `fully_shard` the experts' parameters as `ignored_params`,"
+            " `set(layer.experts.parameters())` of a `MixtureOfExperts`."
+        )
 
 
 def _check_mesh(name: str, mesh: "DeviceMesh", ranks: list[int]) -> None:

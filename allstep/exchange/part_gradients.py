@@ -10,6 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from allstep.comm import Communicator, Shard, stages_of
 from allstep.comm.reproducible import digits_of, sum_of_digits
+from allstep.errors import UsageError
 from allstep.exchange.divided import DividedParameters
 from allstep.exchange.parameters import ParameterSet
 from allstep.torch_classes import is_dtensor, local_part
@@ -68,14 +69,24 @@ class PartGradients:
             total = sum_of_digits(total)
         dtype = next((p.grad.dtype for p in trained if p.grad is not None), torch.float32)
         norm = total.sqrt().to(dtype)
-        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        for some in (exchanged, self._divided.by_name):  # DTensors and others don't mix
+            nn.utils.clip_grads_with_norm_(some.values(), max_norm, norm)
         self.note_global()
         return norm
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.unscale_(optimizer)`, whose findings all workers of a copy share. Collective."""
+        """`scaler.unscale_(optimizer)`, whose findings all workers of a copy share. Collective.
+
+        Raises:
+            UsageError: if FSDP2 has sharded the model, and it has experts.
+        """
         if not scaler.is_enabled():
             return
+        if self._parameters.fully_sharded and self._divided.has_modules:
+            raise UsageError(
+                "`scaler` is enabled, and torch's takes no shards of FSDP2 together with experts:"
+                " take `enabled=False`, and bfloat16 in place of float16."
+            )
         begin_scale(scaler, self._comm.device)
         scaler.unscale_(optimizer)
         flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)

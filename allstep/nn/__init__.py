@@ -12,6 +12,7 @@ from allstep.nn.convolution import Conv2d
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
 from allstep.nn.mixture_of_experts import MixtureOfExperts
 from allstep.nn.mixture_of_experts import serve_others as serve_others
+from allstep.nn.mixture_of_experts import serving as serving
 from allstep.nn.pipeline import Pipeline
 from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated

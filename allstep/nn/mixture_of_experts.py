@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo  # imports what `torch.compiler.disab
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from allstep.comm import Communicator, DividedModules
+from allstep.comm import Communicator, DividedModules, fsdp_modules
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import all_to_all
 from allstep.comm.ddp import is_in_ddp
@@ -159,7 +159,9 @@ class MixtureOfExperts(nn.Module):
                 " in place of DDP."
             )
         if self._is_serving:
-            zero = self._serve(x.reshape(-1, self.in_features)[:0])
+            none = x.reshape(-1, self.in_features)[:0]
+            # FSDP2 sums the router's gradient over all workers, or over none.
+            zero = self._serve(none) + self.router(none).sum()
             return x + zero, 1 + zero
         tokens = x.reshape(-1, self.in_features)
         logits = self.router(tokens)
@@ -368,7 +370,8 @@ def serve_others(
 
     [Note: rounds without samples] Workers meet in each call of a layer with experts. Those with
     fewer micro-batches begin with calls without samples, so that all come to their last
-    micro-batch, on which the exchange rides, in the same round.
+    micro-batch, on which the exchange rides, in the same round. Where FSDP2 has sharded the model
+    they end with calls of all of it. [Note: fully sharded models]
 
     Args:
         model: the same on all workers; whether its backward pass runs too, the gradient mode says.
@@ -376,7 +379,7 @@ def serve_others(
         begin_micro_batch: called before the calls of another micro-batch.
     """
     layers = _layers(model)
-    if not layers:
+    if not layers or fsdp_modules(model):
         return
     told = layers[0]._rounds.gather("the beginning of a global batch or evaluation", num_calls)
     for _ in range(max(told) - num_calls):

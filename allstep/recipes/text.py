@@ -92,7 +92,8 @@ class Text(TokenRecipe):
     shard: bool = False
     """Shard parameters, gradients and the optimizer's state by torch's FSDP2, which gathers a
     block's when it computes, over the workers that share out the samples: all, or beside
-    `tensor_parallel` those with the same part. A single worker has all of them whatever this is."""
+    `tensor_parallel` those with the same part. Experts stay on the worker that has them. A single
+    worker has all of them whatever this is."""
 
     replicate: int = 1
     """Copies of the shards (HSDP): of the workers that share out the samples neighbours have one
@@ -189,8 +190,7 @@ class Text(TokenRecipe):
 
     def _check_shard(self) -> None:
         reason = f"`shard` (={self.shard}) does"
-        others = {"experts": self.experts is not None, "compression": self.compression != "fp32"}
-        others["pipeline"] = self.pipeline > 1
+        others = {"compression": self.compression != "fp32", "pipeline": self.pipeline > 1}
         for name in (name for name, is_set in others.items() if is_set):
             raise UsageError(
                 f"`{name}` (={getattr(self, name)!r}) is for a model that FSDP2 has not sharded,"

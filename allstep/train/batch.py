@@ -16,7 +16,7 @@ from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.optimizer_watch import attached_here
 from allstep.exchange.stragglers import WorkerTimes
-from allstep.nn import Pipeline, serve_others
+from allstep.nn import Pipeline, serve_others, serving
 from allstep.train.devices import to_device
 from allstep.train.elastic import LOST
 from allstep.train.elastic_loop import Elastic
@@ -156,7 +156,8 @@ class Batch:
                 if not self._exchanged:
                     self._gradients.check(self.step)
                     for exchange in self._exchanges:
-                        exchange.join_others()
+                        with serving(exchange.model):
+                            exchange.join_others()
                     self._synchronize()
             self._gradients.end(self.step)
 

@@ -20,7 +20,7 @@ from allstep.device import has_streams
 from allstep.errors import DisagreementError, UsageError, check_integer
 from allstep.exchange.exchange import exchanges_of
 from allstep.exchange.state_sweep import tensor_checksums
-from allstep.nn import serve_others
+from allstep.nn import serve_others, serving
 from allstep.torch_classes import is_dtensor
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
@@ -128,8 +128,9 @@ class Evaluator:
                     exchange.begin_micro_batch()
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
-            for exchange in exchanges:
-                exchange.join_others()
+            with serving(model):
+                for exchange in exchanges:
+                    exchange.join_others()
         names = _agreed_names(self._comm, sums.name_sets)
         totals = sum_of_digits(self._comm.all_reduce(sums.of(names))).tolist()
         self.totals = {name: (a, b) for name, (a, b) in zip(names, totals, strict=True)}

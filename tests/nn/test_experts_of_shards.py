@@ -56,6 +56,10 @@ def divide(model: Routed, mesh: Mesh[Communicator]) -> None:
     tensor_parallel(model, mesh, layers)
 
 
+def leave(model: Routed, mesh: Mesh[Communicator]) -> None:
+    """FSDP2 shards nothing."""
+
+
 def average_experts(model: nn.Module) -> None:
     """Gradients as the mean over the axis of data, of what one worker along it has."""
     for modules in divided_modules(model).values():
@@ -77,6 +81,7 @@ def train(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     policy: allstep.Synchronous | None = None,
     *,
+    shard: Callable[[Routed, Mesh[Communicator]], None] = leave,
     num: int = 46,
     weighs: bool = False,
     is_scaled: bool = False,
@@ -92,6 +97,8 @@ def train(
     model, data = Routed(mesh["data"]), mesh["data"]
     if num_tensor > 1:
         divide(model, mesh)
+    if data.size > 1:
+        shard(model, mesh)
     exchange = allstep.attach(model, data, policy)
     spoil(model)
     optimizer = kind(model.parameters(), lr=0.01)

@@ -88,6 +88,31 @@ def test_copies_of_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path
     assert largest_difference(one, resumed) < 1e-10
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_shards_beside_experts(folder: Path, tmp_path: Path) -> None:
+    """On two workers and on data x tensor of 2 x 2; resumed on others, with shards or without."""
+    recipe = small(
+        folder,
+        train_share=0.15,
+        checkpoint_every_steps=3,
+        keep_checkpoints=9,
+        experts=4,
+        capacity_factor=1.0,
+    )
+    one = train_on(1, recipe, tmp_path / "one")
+    assert one[1].metrics["dropped"] > 0.01
+    both = replace(recipe, tensor_parallel=2)
+    assert largest_difference(one, train_on(2, recipe, tmp_path / "two")) < 1e-10
+    assert largest_difference(one, train_on(4, both, tmp_path / "four")) < 1e-10
+    keep_one_checkpoint(tmp_path / "four", 3)
+    for size, other in ((1, recipe), (2, recipe), (2, replace(recipe, shard=False))):
+        run_dir = tmp_path / f"resumed-{size}-{other.shard}"
+        shutil.copytree(tmp_path / "four", run_dir)
+        resumed = train_on(size, other, run_dir, None, True)
+        assert largest_difference(one, resumed) < 1e-10
+
+
 def test_copies_of_shards_that_do_not_divide_the_workers(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"`replicate` \(=3\) must divide the 4 workers"):
         small(folder, replicate=3, tensor_parallel=2).check_workers(8)
@@ -118,7 +143,6 @@ def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> 
     [
         ({"replicate": 2, "shard": False}, r"`replicate` \(=2\) counts the copies of shards"),
         ({"replicate": 0}, r"`replicate` \(=0\) must be"),
-        ({"experts": 4}, r"`experts` \(=4\) is for a model that FSDP2 has not sharded"),
         ({"pipeline": 2}, r"`pipeline` \(=2\) is for a model that FSDP2 has not"),
         ({"compression": "exact"}, r"`compression` \(='exact'\) is for a model that FSDP2"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),

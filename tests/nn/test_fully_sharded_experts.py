@@ -1,0 +1,160 @@
+"""Experts on their workers in a model that FSDP2 shards along the same axis: that of one worker."""
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.comm import Mesh
+from allstep.nn import MixtureOfExperts
+from tests.helpers.messages import check_messages
+from tests.helpers.processes import run_processes
+from tests.nn.test_experts_of_shards import Routed, State, average_experts, difference, train
+
+pytestmark = pytest.mark.process
+
+
+def shard(model: Routed, mesh: Mesh[Communicator], num_copies: int = 1) -> None:
+    """The layer with the router for itself, and the rest together; copies x shards along `data`."""
+    along_data = mesh.device_mesh()["data"]
+    if num_copies > 1:
+        lengths = {"replicate": num_copies, "shard": mesh["data"].size // num_copies}
+        axes = mesh.comm.mesh(**lengths, tensor=mesh["tensor"].size)
+        along_data = axes.device_mesh()["replicate", "shard"]
+    own = set(model.mixture.experts.parameters())
+    for module in (model.mixture, model):
+        fully_shard(module, mesh=along_data, ignored_params=own)
+
+
+VARIANTS: dict[str, Callable[..., State]] = {
+    "adamw": train,
+    "short": partial(train, num=42),  # an epoch's last global batch leaves workers without any
+    "lamb, weights": partial(train, kind=allstep.optim.LAMB, weighs=True),
+    "two passes": partial(train, num_passes=2, num_epochs=2),
+}
+CONTROLS: dict[str, Callable[..., State]] = {
+    "means of experts": partial(train, kind=torch.optim.SGD, spoil=average_experts),
+    "not clipped": partial(train, kind=torch.optim.SGD, clip_norm=None),
+}
+
+
+def variants(comm: Communicator, num_tensor: int, num_copies: int) -> dict[str, State]:
+    sharded = partial(shard, num_copies=num_copies)
+    return {
+        name: run(comm, num_tensor, shard=sharded) for name, run in (VARIANTS | CONTROLS).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "num_tensor", "num_copies"),
+    [
+        (2, 1, 1),
+        pytest.param(4, 1, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, marks=pytest.mark.slow),
+        pytest.param(8, 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_model_with_experts_is_that_of_one_worker(
+    size: int, num_tensor: int, num_copies: int
+) -> None:
+    """With dropout, a capacity, clipping; of five micro-batches some workers have none."""
+    alone = Communicator.single_process()
+    expected = {name: run(alone, 1) for name, run in VARIANTS.items()}
+    of_sgd = train(alone, 1, torch.optim.SGD)
+    for found in run_processes(size, variants, num_tensor, num_copies, timeout_s=400):
+        for name, state in expected.items():
+            assert difference(found[name], state) < 1e-10, name
+        for name in CONTROLS:
+            assert difference(found[name], of_sgd) > 1e-6, name
+
+
+def kept(comm: Communicator, num_tensor: int, run_dir: Path, num_epochs: int) -> State:
+    return train(comm, num_tensor, shard=shard, run_dir=run_dir, num_epochs=num_epochs)
+
+
+@pytest.mark.slow
+def test_sharded_model_with_experts_goes_on_on_other_meshes(tmp_path: Path) -> None:
+    """From a checkpoint of 2 x 2 (data x tensor)."""
+    alone = Communicator.single_process()
+    expected = kept(alone, 1, tmp_path / "straight", 4)
+    run_processes(4, kept, 2, tmp_path / "run", 2, timeout_s=200)
+    for size, num_tensor in ((4, 2), (4, 1), (2, 2), (2, 1), (1, 1)):
+        folder = tmp_path / f"{size}-{num_tensor}"
+        shutil.copytree(tmp_path / "run", folder)
+        for state in run_processes(size, kept, num_tensor, folder, 4, timeout_s=200):
+            assert difference(state, expected) < 1e-10
+
+
+def chosen_and_trained(comm: Communicator) -> list[tuple[set[int], set[int]]]:
+    """Experts that were chosen by any worker, and that have a gradient here, of each step."""
+    torch.manual_seed(0)
+    model = MixtureOfExperts(lambda: nn.Linear(2, 2), comm, 2, num_experts=2)
+    with torch.no_grad():
+        model.router.weight.copy_(9 * torch.eye(2))  # the larger feature chooses
+    own = set(model.experts.parameters())
+    fully_shard(model, mesh=comm.mesh(data=comm.size).device_mesh(), ignored_params=own)
+    exchange, found = allstep.attach(model, comm), []
+    given = TensorDataset(torch.eye(2).repeat(3, 1)[:5])
+    loader = allstep.data.loader(given, comm, global_batch=2, micro_batch=1)
+    for _ in range(4):
+        for batch in allstep.steps(loader, exchange):
+            chosen = set()
+            for (x,) in batch:
+                chosen.add(int(x.argmax()))
+                y, balance_loss = model(x)
+                batch.backward(y.square().mean() + balance_loss)
+            by_rank = comm.all_gather_object(chosen)
+            trained = {
+                int(n) for n, expert in model.experts.items() if expert.weight.grad is not None
+            }
+            found.append((set().union(*by_rank), trained))
+            model.zero_grad()
+    return found
+
+
+def test_expert_that_nobody_chose_gets_no_gradient() -> None:
+    """Also where a worker without a micro-batch passes another of its own again."""
+    by_worker = run_processes(2, chosen_and_trained)
+    assert any(len(chosen) == 1 for chosen, _ in by_worker[0])
+    for rank, steps in enumerate(by_worker):
+        assert all(trained == chosen & {rank} for chosen, trained in steps)
+
+
+def refused(comm: Communicator) -> dict[str, str]:
+    mesh = comm.mesh(data=comm.size).device_mesh()
+
+    def message(call: Callable[[], Any]) -> str:
+        with pytest.raises(UsageError) as error:
+            call()
+        return str(error.value)
+
+    taken = Routed(comm)
+    fully_shard(taken, mesh=mesh)
+    model = Routed(comm)
+    fully_shard(model, mesh=mesh, ignored_params=set(model.mixture.experts.parameters()))
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    return {
+        "experts": message(lambda: allstep.attach(taken, comm)),
+        "scaler": message(lambda: exchange.unscale_(scaler, optimizer)),
+    }
+
+
+def test_what_is_refused_of_experts_beside_shards() -> None:
+    words = {
+        "experts": "the experts' parameters as `ignored_params`",
+        "scaler": "`scaler` is enabled, and torch's takes no shards",
+    }
+    for found in run_processes(2, refused):
+        check_messages(found, words)
