@@ -366,6 +366,11 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
     if fsdp_modules(model):
         check_sharded(options, "FSDP2 has sharded `task.model`")
     for name in divided_modules(model):
+        if options.precision == "float16" and fsdp_modules(model):
+            raise UsageError(
+                f"`precision` (={options.precision!r}) needs a GradScaler, and torch's takes no"
+                f" shards of FSDP2 together with experts (`task.model.{name}`): take 'bfloat16'."
+            )
         if every := options.noise_scale_every_steps:
             raise UsageError(
                 f"`noise_scale_every_steps` (={every}) needs a micro-batch's whole gradient on one"

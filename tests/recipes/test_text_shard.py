@@ -113,6 +113,14 @@ def test_shards_beside_experts(folder: Path, tmp_path: Path) -> None:
         assert largest_difference(one, resumed) < 1e-10
 
 
+@pytest.mark.process
+def test_experts_beside_shards_in_float16(folder: Path, tmp_path: Path) -> None:
+    """Refused before the first step: torch's scaler takes no DTensors together with others."""
+    recipe = small(folder, experts=4, precision="float16", train_share=0.1)
+    with pytest.raises(RemoteError, match=r"`precision` \(='float16'\) .* take 'bfloat16'"):
+        train_on(2, recipe, tmp_path / "run")
+
+
 def test_copies_of_shards_that_do_not_divide_the_workers(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"`replicate` \(=3\) must divide the 4 workers"):
         small(folder, replicate=3, tensor_parallel=2).check_workers(8)
