@@ -156,8 +156,9 @@ class Batch:
                 if not self._exchanged:
                     self._gradients.check(self.step)
                     for exchange in self._exchanges:
-                        with serving(exchange.model):
-                            exchange.join_others()
+                        if exchange.is_fully_sharded:
+                            with serving(exchange.model):
+                                exchange.join_others()
                     self._synchronize()
             self._gradients.end(self.step)
 
