@@ -36,7 +36,7 @@ from statistics import mean, stdev
 from typing import Any, ClassVar
 
 import torch
-from common import RESULTS, circumstances, print_headline, write_results
+from common import RESULTS, circumstances, print_headline, read_runs, write_results
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -219,10 +219,6 @@ def run_all(
                 print(json.dumps(run), flush=True)
                 if time.monotonic() < deadline_s:
                     running |= {pool.submit(work, run): run for run in islice(missing, 1)}
-
-
-def read_runs(path: Path) -> list[Run]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def find_best(runs: Sequence[Run], batch: int, optimizer: str) -> Run | None:

@@ -140,7 +140,8 @@ def main() -> None:
         keys[f"one_vs_none_{name}"] = max(ratios[which] for which in rows if "layer" in which)
         keys[f"all_vs_none_{name}"] = ratios["all"]
     Console().print(table)
-    write_results("bench_layer_curvature", {"factor": FACTOR, **keys, "runs": runs})
+    name = "bench_layer_curvature_quick" if arguments.quick else "bench_layer_curvature"
+    write_results(name, {"factor": FACTOR, **keys, "runs": runs})
     print_headline(**keys)
 
 

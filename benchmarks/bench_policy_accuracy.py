@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, circumstances, print_headline, write_results
+from common import RESULTS, circumstances, print_headline, read_runs, write_results
 from network import run_on_one_host
 from rich.console import Console
 from rich.table import Table
@@ -92,10 +92,6 @@ def work(name: str, seed: int, epochs: int, run_dir: Path) -> None:
         report = allstep.fit(recipe.task(comm), recipe, comm, run_dir)
         if comm.rank == 0:
             (run_dir / "accuracy.json").write_text(json.dumps(report.metrics["accuracy"]))
-
-
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_all(names: Sequence[str], num_seeds: int, epochs: int, path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ Each word is a recipe with flags that it can't do without. Every run that ends i
 benchmarks/results/recipes.jsonl, and is not run again; its folder is `--runs`/<recipe>-<seed>.
 Prints a table, writes benchmarks/results/bench_recipes.json, ends with one line of JSON:
 `<metric>_<recipe>`, the mean over the seeds, and `train_s_<recipe>`, the longest run, start
-included. `--quick`: one seed of `digits`, in recipes_quick.jsonl.
+included, each of a recipe's first command. `--quick`: one seed of `digits`, in recipes_quick.jsonl.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, print_headline, write_results
+from common import RESULTS, print_headline, read_runs, write_results
 from rich.console import Console
 from rich.table import Table
 
-METRICS = ("accuracy", "loss")  # the first that a recipe has is its result
+METRICS = ("accuracy", "loss")
 
 
 def train(command: str, num_workers: int, seed: int, run_dir: Path) -> dict[str, Any]:
@@ -53,10 +53,6 @@ def train(command: str, num_workers: int, seed: int, run_dir: Path) -> dict[str,
         "num_steps": report["num_steps"],
         "metrics": report["metrics"],
     }
-
-
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_all(commands: Sequence[str], path: Path, options: argparse.Namespace) -> None:
@@ -92,19 +88,20 @@ def main() -> None:
     for command in dict.fromkeys(run["command"] for run in runs):
         mine = [run for run in runs if run["command"] == command]
         recipe, metrics = shlex.split(command)[0], mine[0]["metrics"]
-        metric = next(name for name in METRICS if name in metrics)
-        values = [run["metrics"][metric] for run in sorted(mine, key=lambda run: run["seed"])]
         longest_s = max(run["seconds"] for run in mine)
-        table.add_row(
-            command,
-            str(mine[0]["workers"]),
-            metric,
-            ", ".join(f"{value:.4f}" for value in values),
-            f"{statistics.mean(values):.4f}",
-            f"{longest_s:.0f}",
-            f"{max(run['cpu_s'] for run in mine):.0f}",
-        )
-        headline.setdefault(f"{metric}_{recipe}", statistics.mean(values))  # of its first line
+        for metric in (name for name in METRICS if name in metrics):
+            values = [run["metrics"][metric] for run in sorted(mine, key=lambda run: run["seed"])]
+            table.add_row(
+                command,
+                str(mine[0]["workers"]),
+                metric,
+                ", ".join(f"{value:.4f}" for value in values),
+                f"{statistics.mean(values):.4f}",
+                f"{longest_s:.0f}",
+                f"{max(run['cpu_s'] for run in mine):.0f}",
+            )
+            # Of a recipe's first command.
+            headline.setdefault(f"{metric}_{recipe}", statistics.mean(values))
         headline.setdefault(f"train_s_{recipe}", longest_s)
     Console().print(table)
     write_results("bench_recipes_quick" if options.quick else "bench_recipes", headline)

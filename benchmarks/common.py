@@ -154,6 +154,11 @@ def write_results(name: str, results: Mapping[str, Any]) -> Path:
     return path
 
 
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """The runs that a file of JSON lines has, none if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def print_headline(**numbers: float) -> None:
     """The last line: one JSON object with the numbers that the benchmark is about.
 
