@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator, divided_prefixes, fsdp_modules, stages_of
 from allstep.errors import UsageError
+from allstep.exchange.fully_sharded_use import PartsInUse
 from allstep.exchange.hooks import ModuleHook, WeakHook
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, Synchronous
@@ -53,6 +54,7 @@ class CollectivePasses:
         self._model = model
         self._comm = comm
         self._modules = list(fsdp_modules(model).values())
+        self._parts = PartsInUse(model, comm)
         self.reshard()
         # Of the last micro-batch, without gradients and with them.
         self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
@@ -67,6 +69,7 @@ class CollectivePasses:
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
         self._hook.remove()
+        self._parts.detach()
         for module in self._modules:
             module.set_force_sum_reduction_for_comms(False)
             module.set_gradient_divide_factor(float(self._comm.size))
@@ -80,6 +83,10 @@ class CollectivePasses:
         """Of the sums that FSDP2 makes from now on."""
         for module in self._modules:
             module.set_gradient_divide_factor(1 / scale)
+
+    def send_zeros(self, is_on: bool) -> None:
+        """Whether FSDP2 sums zeros for parameters that a worker does not use."""
+        self._parts.send_zeros(is_on)
 
     def begin_batch(self, num_micro_batches: int) -> None:
         """A global batch begins, or an evaluation, without gradients. Collective.
@@ -101,18 +108,32 @@ class CollectivePasses:
                 f" at least {self._comm.size} micro-batches, one for each worker."
             )
         self._num_missing = most - num_micro_batches
+        self._is_noting = False
+        self._parts.begin()
 
     def begin_micro_batch(self) -> None:
         """The calls that follow are another micro-batch's."""
+        self._end_micro_batch()
         self._calls.clear()
         self._is_noting = True
 
-    def join_others(self) -> None:
-        """Takes part in the passes of workers with more micro-batches. Collective."""
+    def _end_micro_batch(self) -> None:
+        if self._is_noting:
+            self._parts.end_pass()
         self._is_noting = False
+
+    def join_others(self) -> None:
+        """Takes part in the passes of workers with more micro-batches. Collective.
+
+        Raises:
+            DisagreementError: on every worker, if they called other modules. [Note: parts in use]
+        """
+        self._end_micro_batch()
         for _ in range(self._num_missing):
             self._pass_with_zero_loss()
+            self._parts.end_pass(is_counted=False)
         self._num_missing = 0
+        self._parts.end()
         if not torch.is_grad_enabled():
             self.reshard()
 
@@ -172,9 +193,11 @@ class FullyShardedExchange(PlainExchange):
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         self._set_scale()
+        self._passes.send_zeros(True)
 
     def _end_global_batch(self) -> None:
         self._set_scale()
+        self._passes.send_zeros(False)
 
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)

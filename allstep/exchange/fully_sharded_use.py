@@ -1,0 +1,119 @@
+"""What the passes of a global batch use of a model that FSDP2 has sharded."""
+
+import torch
+from torch import nn
+
+from allstep.comm import Communicator, fsdp_modules
+from allstep.comm.agreement import agree
+from allstep.exchange.hooks import ModuleHook, Removable, WeakHook
+from allstep.torch_classes import is_dtensor
+
+_CURE = (
+    "FSDP2 sends parameters and gradients in the order in which a worker calls the modules that"
+    " `fully_shard` was called on: call each of them in every pass, and skip what is inside of it,"
+    " or call `fully_shard` on the whole model only."
+)
+_OLD_CURE = " Parameters of such a module that only some workers use need torch 2.13."
+
+
+class PartsInUse:
+    """Which sharded modules are called, and which of their parameters get gradients.
+
+    [Note: parts in use] FSDP2 sends the parameters of a module when it is called, and after it
+    those gradients that this worker has. Where workers skip different layers, or use different
+    parameters of one, it would add up what is of one size in silence, and break off elsewhere. So
+    workers compare their calls before anything is made of the sums, and send zeros for parameters
+    that they did not use; those that no worker used have no gradient, as in one process.
+
+    Args:
+        model: sharded by `fully_shard`.
+        comm: the workers.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self._model = model
+        self._comm = comm
+        self._modules = fsdp_modules(model)
+        self._hooks = [
+            ModuleHook(
+                module,
+                module.register_forward_pre_hook,  # type: ignore[attr-defined]
+                WeakHook(self, type(self)._note_call, name),
+            )
+            for name, module in self._modules.items()
+        ]
+        self._can_send_zeros = all(
+            hasattr(module, "set_reduce_scatter_unused_params") for module in self._modules.values()
+        )
+        self._hooks_of_whole: dict[nn.Parameter, Removable] = {}
+        self._calls: list[str] = []
+        self._used: set[str] = set()
+        self._used_in_pass: set[str] = set()
+        self._without: dict[str, nn.Parameter] = {}
+
+    def detach(self) -> None:
+        """Leaves the model to FSDP2."""
+        for hook in (*self._hooks, *self._hooks_of_whole.values()):
+            hook.remove()
+        self.send_zeros(False)
+
+    def send_zeros(self, is_on: bool) -> None:
+        """Whether FSDP2 sums zeros in place of gradients that this worker does not have."""
+        if self._can_send_zeros:
+            for module in self._modules.values():
+                module.set_reduce_scatter_unused_params(is_on)
+
+    def begin(self) -> None:
+        """The passes of a global batch begin, or those of an evaluation."""
+        self._calls.clear()
+        self._used.clear()
+        self._used_in_pass.clear()
+        self._without = {
+            name: p
+            for name, p in self._model.named_parameters()
+            if is_dtensor(p) and p.grad is None  # others are of experts
+        }
+
+    def end_pass(self, *, is_counted: bool = True) -> None:
+        """What follows is of another one.
+
+        Args:
+            is_counted: False for a pass in which the worker only joins the others.
+        """
+        if is_counted:
+            self._used |= self._used_in_pass
+        if not self._can_send_zeros:  # all must have the same ones
+            self._calls.append(f"gradients of {sorted(self._used_in_pass)}")
+        self._used_in_pass.clear()
+
+    def end(self) -> None:
+        """Compares what workers called, and takes away gradients of what none has used. Collective.
+
+        Raises:
+            DisagreementError: on every worker, if they called other modules.
+        """
+        if self._comm.size == 1:
+            return
+        calls = [(f"call {number}", name) for number, name in enumerate(self._calls)]
+        cure = _CURE if self._can_send_zeros else _CURE + _OLD_CURE
+        used = [name in self._used for name in self._without]
+        if not agree(
+            self._comm, "run a model that FSDP2 has sharded", calls, optional=used, cure=cure
+        ):
+            flags = torch.tensor(used, dtype=torch.int32, device=self._comm.device)
+            used = [flag > 0 for flag in self._comm.all_reduce(flags, "max").tolist()]
+        for p, is_used in zip(self._without.values(), used, strict=True):
+            if not is_used:
+                p.grad = None
+
+    def _note_call(self, name: str, module: nn.Module, _: object) -> None:
+        """FSDP2 has made the module's parameters whole, and keeps these tensors for later calls."""
+        self._calls.append(name or type(module).__name__)
+        prefix = f"{name}." if name else ""
+        for key, p in module.named_parameters():
+            if p.requires_grad and not is_dtensor(p) and p not in self._hooks_of_whole:
+                hook = WeakHook(self, type(self)._note_gradient, prefix + key)
+                self._hooks_of_whole[p] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _note_gradient(self, name: str, _: nn.Parameter) -> None:
+        self._used_in_pass.add(name)

@@ -1,0 +1,128 @@
+"""Models under FSDP2 of which workers use different layers and parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator
+from allstep.errors import DisagreementError
+from allstep.exchange.fully_sharded_use import PartsInUse
+from tests.exchange.nets import assert_same, differs
+from tests.helpers.divided import whole_state
+from tests.helpers.messages import check_messages
+from tests.helpers.processes import run_processes
+
+pytestmark = pytest.mark.process
+
+WIDTH, MICRO_BATCH = 4, 2
+
+
+class Branches(nn.Module):
+    """Its samples say which layers it uses: micro-batches take turns; one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.branches[int(x[0, 0])](x)
+        return self.head(hidden.tanh())
+
+
+def samples(branches: list[int]) -> TensorDataset:
+    """A micro-batch for each branch."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(len(branches) * MICRO_BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    x[:, 0] = torch.tensor(branches).repeat_interleave(MICRO_BATCH)
+    return TensorDataset(x)
+
+
+def train(
+    comm: Communicator, branches: list[int], *, is_sharded: bool, shards_layers: bool = False
+) -> dict[str, Tensor]:
+    """The model after global batches of 5 micro-batches; where the unused have a gradient."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = Branches().double()
+    if is_sharded:
+        mesh = comm.mesh(data=comm.size).device_mesh()
+        for layer in model.branches if shards_layers else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
+    loader = allstep.data.loader(
+        samples(branches),
+        comm,
+        global_batch=5 * MICRO_BATCH,
+        micro_batch=MICRO_BATCH,
+        shuffle=False,
+    )
+    for batch in allstep.steps(loader, exchange):
+        for (x,) in batch:
+            batch.backward(model(x).square().mean())
+        assert model.unused.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_state(model)
+
+
+# Of two workers, which run the first two and the last three of five.
+TURNS = "01100 00222 12000 2"
+MIXED = "00111 11000"
+
+
+def branches(turns: str) -> list[int]:
+    return [int(turn) for turn in turns.replace(" ", "")]
+
+
+def train_whole(comm: Communicator) -> list[dict[str, Tensor]]:
+    return [train(comm, branches(turns), is_sharded=False) for turns in (TURNS, MIXED)]
+
+
+def train_sharded(comm: Communicator) -> list[dict[str, Tensor]]:
+    found = train(comm, branches(TURNS), is_sharded=True)
+    PartsInUse.send_zeros = lambda self, is_on: None  # type: ignore[method-assign]
+    PartsInUse.end = lambda self: None  # type: ignore[method-assign]
+    return [found, train(comm, branches(MIXED), is_sharded=True)]
+
+
+def test_parameters_that_some_workers_use_are_trained_as_by_one() -> None:
+    """The control: without zeros FSDP2 adds the gradients of one branch to another's."""
+    [(expected, expected_of_mixed)] = run_processes(1, train_whole)
+    for found, mixed in run_processes(2, train_sharded):
+        assert_same(found, expected)
+        assert differs(mixed, expected_of_mixed, by=1e-3)
+
+
+def refusals(comm: Communicator) -> dict[str, str]:
+    found = {}
+
+    def refused(name: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(DisagreementError) as error:
+            train(comm, *arguments, is_sharded=True, **options)
+        found[name] = str(error.value)
+
+    refused("layers", branches(MIXED), shards_layers=True)
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        del FSDPModule.set_reduce_scatter_unused_params
+    train(comm, branches("000000"), is_sharded=True)
+    refused("torch before 2.13", branches(MIXED))
+    return found
+
+
+def test_layers_that_only_some_workers_call_are_refused() -> None:
+    """Before an update; without the sums of zeros of torch 2.13 parameters are, too."""
+    words = {
+        "layers": "`call 1` is branches.0 on rank 0; branches.1 on rank 1",
+        "torch before 2.13": "Parameters of such a module that only some workers use need torch",
+    }
+    for found in run_processes(2, refusals):
+        check_messages(found, words)
