@@ -1,7 +1,7 @@
 """What the passes of a global batch use of a model that FSDP2 has sharded."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allstep.comm import Communicator, fsdp_modules
 from allstep.comm.agreement import agree
@@ -34,14 +34,11 @@ class PartsInUse:
         self._model = model
         self._comm = comm
         self._modules = fsdp_modules(model)
-        self._hooks = [
-            ModuleHook(
-                module,
-                module.register_forward_pre_hook,  # type: ignore[attr-defined]
-                WeakHook(self, type(self)._note_call, name),
-            )
-            for name, module in self._modules.items()
-        ]
+        self._hooks = []
+        for name in self._modules:
+            module = model.get_submodule(name)
+            hook = WeakHook(self, type(self)._note_call, name)
+            self._hooks.append(ModuleHook(module, module.register_forward_pre_hook, hook))
         self._can_send_zeros = all(
             hasattr(module, "set_reduce_scatter_unused_params") for module in self._modules.values()
         )
@@ -49,7 +46,7 @@ class PartsInUse:
         self._calls: list[str] = []
         self._used: set[str] = set()
         self._used_in_pass: set[str] = set()
-        self._without: dict[str, nn.Parameter] = {}
+        self._without: dict[str, Tensor] = {}  # a gradient, when it began
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
@@ -68,11 +65,8 @@ class PartsInUse:
         self._calls.clear()
         self._used.clear()
         self._used_in_pass.clear()
-        self._without = {
-            name: p
-            for name, p in self._model.named_parameters()
-            if is_dtensor(p) and p.grad is None  # others are of experts
-        }
+        parameters = self._model.named_parameters()  # those of experts are no DTensors
+        self._without = {n: p for n, p in parameters if p.grad is None and is_dtensor(p)}
 
     def end_pass(self, *, is_counted: bool = True) -> None:
         """What follows is of another one.
@@ -107,13 +101,18 @@ class PartsInUse:
                 p.grad = None
 
     def _note_call(self, name: str, module: nn.Module, _: object) -> None:
-        """FSDP2 has made the module's parameters whole, and keeps these tensors for later calls."""
+        """FSDP2 has gathered the module's parameters, in tensors that it keeps for later calls."""
         self._calls.append(name or type(module).__name__)
         prefix = f"{name}." if name else ""
         for key, p in module.named_parameters():
-            if p.requires_grad and not is_dtensor(p) and p not in self._hooks_of_whole:
-                hook = WeakHook(self, type(self)._note_gradient, prefix + key)
-                self._hooks_of_whole[p] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if not p.requires_grad:
+                continue
+            hook = WeakHook(self, type(self)._note_gradient, prefix + key)
+            if not p.is_leaf:  # what tensor parallelism makes of it for one call
+                p.register_hook(hook)  # type: ignore[no-untyped-call]
+            elif not is_dtensor(p) and p not in self._hooks_of_whole:
+                handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks_of_whole[p] = handle
 
-    def _note_gradient(self, name: str, _: nn.Parameter) -> None:
+    def _note_gradient(self, name: str, _: Tensor) -> None:
         self._used_in_pass.add(name)
