@@ -221,7 +221,7 @@ class BucketSet:
         self.completed = None
 
     def place_large(self, name: str, p: nn.Parameter, scale: float) -> None:
-        """Puts one of the plan's large gradients in place; the backward pass adds no more to it.
+        """Puts one of the plan's large gradients in place; once scaled, nothing may be added to it.
 
         It is read from the cache as long as it is new, and its memory, freed at once, serves the
         next one. `fill` puts the others there, many in a call.

@@ -193,6 +193,8 @@ class OverlappedExchange(Exchange):
         super()._on_gradient(name, p)
         if self._num_suspended:
             self._refuse_scaled()
+            if name in self._plan.large:  # else it takes memory twice until the last micro-batch
+                self._buckets.place_large(name, p, scale=1)
         elif name in self._arrivals:
             self._take_again(name)
         else:

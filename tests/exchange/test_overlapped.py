@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,7 +24,15 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
-from allstep.exchange import BucketPlan, Exchange, ExchangePolicy, Synchronous, attach, make_policy
+from allstep.exchange import (
+    BucketPlan,
+    Exchange,
+    ExchangePolicy,
+    Stale,
+    Synchronous,
+    attach,
+    make_policy,
+)
 from allstep.exchange.piggyback import check_size, note_size
 from allstep.exchange.reducer import NUM_AT_ONCE, Reducer
 from allstep.exchange.tuning import NUM_PROBES, probe_s
@@ -835,6 +844,39 @@ def test_shared_memory_sums_in_place_if_there_is_room(
         "gradients are copied to be summed: no 0 MiB of memory to share"
         " ([Errno 28] No space left on device)"
     }
+
+
+@pytest.mark.parametrize("policy", [Synchronous(), Synchronous(algorithm="native"), Stale(steps=1)])
+def test_large_gradients_lie_in_their_buckets_from_the_first_micro_batch_on(
+    policy: ExchangePolicy,
+) -> None:
+    """Else they take memory twice; with staleness what comes is of a step before."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(3, 12, 200, dtype=torch.float64, generator=generator)
+
+    def worker(comm: Communicator) -> tuple[list[set[int]], list[Tensor | None]]:
+        model = nn.Linear(200, 100, bias=False).double()
+        nn.init.constant_(model.weight, 0.1)
+        exchange = attach(model, comm, policy)
+        places: list[set[int]] = []
+        gradients = []
+        for step in samples:
+            places.append(set())
+            for x, is_last in zip(shard(step, comm).chunk(3), (False, False, True), strict=True):
+                with nullcontext() if is_last else exchange.no_sync():
+                    model(x).square().sum().backward()
+                if model.weight.grad is not None:
+                    places[-1].add(model.weight.grad.data_ptr())
+            gradients.append(None if model.weight.grad is None else model.weight.grad.clone())
+            model.zero_grad()
+        return places, gradients
+
+    weight = torch.full((100, 200), 0.1, dtype=torch.float64)
+    expected = [2 * (x @ weight.T).T @ x / 2 for x in samples]  # the mean of two workers' sums
+    for places, gradients in run_ranks(2, worker):
+        assert policy.staleness or [len(found) for found in places] == [1, 1, 1]
+        for found, mean in zip(gradients[policy.staleness :], expected, strict=False):
+            torch.testing.assert_close(found, mean, rtol=1e-10, atol=1e-10)
 
 
 def _flat_gradient(model: nn.Module) -> Tensor:
