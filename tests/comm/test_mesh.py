@@ -1,15 +1,18 @@
 """Named axes over workers, and a divided model trained on divided data over them."""
 
+from collections.abc import Callable, Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Mesh
 from allstep.comm.autograd import all_reduce
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import replicated
+from tests.helpers.compare import equal
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
@@ -143,15 +146,33 @@ def data() -> TensorDataset:
     return TensorDataset(x, x[:, :2].sin())
 
 
-def train(comm: Communicator, num_data: int) -> tuple[list[Tensor], float]:
+Axes = Mapping[str, Communicator] | Mesh[Communicator]
+
+
+def by_mesh(comm: Communicator, num_data: int) -> Axes:
+    return comm.mesh(data=num_data, model=comm.size // num_data)
+
+
+def by_hand(comm: Communicator, num_data: int) -> Axes:
+    """The same axes by two splits."""
+    copy, part = divmod(comm.rank, comm.size // num_data)
+    return {"data": comm.split(part, copy), "model": comm.split(copy, part)}
+
+
+def train(
+    comm: Communicator,
+    num_data: int,
+    make_axes: Callable[[Communicator, int], Axes] = by_mesh,
+    policy: allstep.ExchangePolicy | None = None,
+) -> tuple[list[Tensor], float]:
     """Four epochs of a user's loop over the axis of data; micro-batches of 4, a short last one."""
-    mesh = comm.mesh(data=num_data, model=comm.size // num_data)
-    model = DividedMLP(mesh["model"])
+    axes = make_axes(comm, num_data)
+    model = DividedMLP(axes["model"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange = allstep.attach(model, mesh["data"])
-    share = 1 / mesh["model"].size  # each of those who share a model has a part of its loss
+    exchange = allstep.attach(model, axes["data"], policy)
+    share = 1 / axes["model"].size  # each of those who share a model has a part of its loss
     with allstep.data.loader(
-        data(), mesh["data"], global_batch=20, micro_batch=4, seed=2
+        data(), axes["data"], global_batch=20, micro_batch=4, seed=2
     ) as loader:
         while loader.epoch < 4:
             for batch in allstep.steps(loader, exchange):
@@ -163,18 +184,37 @@ def train(comm: Communicator, num_data: int) -> tuple[list[Tensor], float]:
     def errors(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict:
         return {"error": ((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))}
 
-    evaluator = allstep.Evaluator(errors, data(), mesh["data"], micro_batch=5)
+    evaluator = allstep.Evaluator(errors, data(), axes["data"], micro_batch=5)
     return model.whole(), evaluator(model)["error"]
 
 
+MADE = [by_mesh, by_hand]
+
+
+@pytest.mark.parametrize("make_axes", MADE)
 @pytest.mark.parametrize(("size", "num_data"), [(2, 1), (2, 2), (4, 2), (6, 3), (8, 2)])
-def test_divided_model_on_divided_data_is_that_of_one_worker(size, num_data):
+def test_divided_model_on_divided_data_is_that_of_one_worker(size, num_data, make_axes):
     """Micro-batches fall unevenly; the evaluator counts each sample once."""
     ((alone, error),) = run_ranks(1, lambda comm: train(comm, 1))
-    for parameters, found in run_ranks(size, lambda comm: train(comm, num_data)):
+    for parameters, found in run_ranks(size, lambda comm: train(comm, num_data, make_axes)):
         for x, y in zip(parameters, alone, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
         assert found == pytest.approx(error, abs=1e-10)
+
+
+@pytest.mark.parametrize("make_axes", MADE)
+def test_exact_sums_over_an_axis_have_the_bits_of_one_copy(make_axes):
+    """Of two workers; the control's float sums differ."""
+
+    def copies(num_data: int, compression: str) -> list[list[Tensor]]:
+        policy = allstep.Synchronous(compression=compression)
+        found = run_ranks(2 * num_data, lambda comm: train(comm, num_data, make_axes, policy))
+        return [parameters for parameters, _ in found]
+
+    one, *_ = copies(1, "exact")
+    for num_data in (2, 3):
+        assert all(equal(found, one) for found in copies(num_data, "exact")), num_data
+    assert not equal(copies(2, "fp32")[0], copies(1, "fp32")[0])
 
 
 def test_divided_model_attached_to_all_workers_is_another():

@@ -14,6 +14,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import Chain, ChainPart
 from tests.helpers import generators
+from tests.helpers.compare import differing_names
 from tests.helpers.divided import misfit, save_whole
 from tests.helpers.generators import seeded_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
@@ -135,7 +136,11 @@ SAMPLES = TensorDataset(values(12, 6, 3, seed=1), values(12, 6, 3, seed=2))
 
 
 def train_attached(
-    comm: Communicator, places: tuple[int, ...], run_dir: Path | None, num_epochs: int = 2
+    comm: Communicator,
+    places: tuple[int, ...],
+    run_dir: Path | None,
+    num_epochs: int = 2,
+    policy: allstep.ExchangePolicy | None = None,
 ) -> dict[str, Tensor]:
     """Two copies where the ranks suffice; clipped by the norm of the whole model."""
     num_ranks = max(places) + 1
@@ -143,7 +148,7 @@ def train_attached(
     options = {"inputs": ("x", "y0"), "outputs": ("y", "z"), "seeded": seeded_thread}
     chain = Chain(parts(places), mesh, **options)
     optimizer = torch.optim.AdamW(chain.parameters(), lr=0.02)
-    exchange = allstep.attach(chain, mesh["data"])
+    exchange = allstep.attach(chain, mesh["data"], policy)
     loader = allstep.data.loader(SAMPLES, mesh["data"], global_batch=6, micro_batch=2)
     state = {"optimizer": optimizer}
     with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
@@ -175,6 +180,21 @@ def test_chain_goes_on_wherever_its_parts_lie(size, places, tmp_path, thread_gen
     lives(3, (2, 0, 1), tmp_path, 1)
     assert largest_difference(lives(size, places, tmp_path), whole) < 1e-10
     assert largest_difference(lives(1, (0, 0, 0), None, 1), whole) > 1e-3
+
+
+@pytest.mark.parametrize("places", [(0, 0, 0), (1, 0, 1)])
+def test_chain_of_exact_sums_has_the_same_bits_on_any_number_of_copies(places, thread_generators):  # noqa: F811
+    """One copy of one rank or of two, two and three; the control's float sums differ."""
+
+    def bits(num_copies: int, places: tuple[int, ...], compression: str) -> dict[str, Tensor]:
+        policy = allstep.Synchronous(compression=compression)
+        size = num_copies * (max(places) + 1)
+        return merged(run_ranks(size, lambda comm: train_attached(comm, places, None, 2, policy)))
+
+    one = bits(1, (0, 0, 0), "exact")
+    for num_copies in (1, 2, 3):
+        assert not differing_names(bits(num_copies, places, "exact"), one), num_copies
+    assert differing_names(bits(2, places, "fp32"), bits(1, places, "fp32"))
 
 
 def test_chain_does_not_go_on_from_other_widths(tmp_path):
