@@ -64,7 +64,9 @@ class _GradientBuffer:
         whole, self._whole = self._whole, None
         if whole is None or torch.is_grad_enabled():
             return None
-        is_here = (p.untyped_storage().data_ptr() == whole.data_ptr() for p in parts)
+        # By address: after `untyped_storage()` autograd would copy it to add to it.
+        start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+        is_here = (not p.numel() or start <= p.data_ptr() < end for p in parts)
         return whole if all(is_here) else None
 
 

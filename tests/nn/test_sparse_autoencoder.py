@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import allstep
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import (
@@ -15,6 +17,8 @@ from allstep.nn import (
     StageTraining,
 )
 from allstep.nn.windows import full_tensor, local_shard
+from tests.helpers.compare import differing_names
+from tests.helpers.ranks import run_ranks
 from tests.nn.grids import on_grid, values
 
 SIDE = 19
@@ -171,6 +175,47 @@ def test_training_is_the_same_on_any_grid(shape, num_steps, options):
     start = nine_layers(lone())
     for stage, state in zip(start, alone, strict=True):
         assert not torch.allclose(state["filters"], stage.filtering.weight, atol=0.003)
+
+
+def trained_on_divided_data(
+    comm: Communicator, num_nets: int, compression: str
+) -> dict[str, Tensor] | None:
+    """A stage's state, on the first worker of each net; epochs of uneven micro-batches."""
+    mesh = comm.mesh(data=num_nets, model=comm.size // num_nets)
+    grid = Grid(mesh["model"])
+    (stage, *_) = nine_layers(grid)
+    model = SparseAutoencoder(stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    exchange = allstep.attach(model, mesh["data"], allstep.Synchronous(compression=compression))
+    pictures = local_shard(grid, values(23, 2, SIDE, SIDE), stage.in_layout)
+    loader = allstep.data.loader(
+        TensorDataset(pictures), mesh["data"], global_batch=10, micro_batch=2
+    )
+    while loader.epoch < 3:
+        for global_batch in allstep.steps(loader, exchange):
+            for (x,) in global_batch:
+                global_batch.backward(model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            model.project()
+    return whole({"filters": stage.divided(stage.filtering.weight), "scale": model.scale.detach()})
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_exact_sums_over_nets_have_the_bits_of_one_net(num_workers):
+    """Of one worker or two; the control's float sums differ."""
+
+    def nets(num_nets: int, compression: str) -> list[dict[str, Tensor]]:
+        size = num_nets * num_workers
+        found = run_ranks(size, lambda comm: trained_on_divided_data(comm, num_nets, compression))
+        return [state for state in found if state is not None]
+
+    (one,) = nets(1, "exact")
+    for num_nets in (2, 3):
+        found = nets(num_nets, "exact")
+        assert len(found) == num_nets
+        assert not any(differing_names(state, one) for state in found), num_nets
+    assert differing_names(nets(2, "fp32")[0], nets(1, "fp32")[0])
 
 
 def test_step_lowers_the_cost_and_keeps_filter_norms():
