@@ -6,8 +6,9 @@ import os
 import resource
 import signal
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, DisagreementError, UsageError
-from allstep.nn import AutoencoderStage, DividedTensor, Grid, Layout, StageTraining, Window
+from allstep.nn import DividedTensor, Layout, Window
+from allstep.recipes.cots import Cots
+from allstep.recipes.cots_training import GreedyTraining
 from allstep.train import Checkpoints, read_checkpoint
 from allstep.train.storage import write_manifest
 from tests.helpers.processes import RemoteError, run_processes
 from tests.helpers.ranks import run_ranks
-from tests.nn.grids import part, values
 from tests.nn.test_memory import status_bytes
 
 WHOLE = {
@@ -225,11 +227,12 @@ def test_a_writer_that_left_a_piece_out_is_found(tmp_path):
         read_checkpoint(folder)
 
 
-# A net that needs 1.5 times the memory that a worker has
+# `cots` with a net that needs 1.5 times the memory that a worker has
 
-NUM_MAPS = 128
-WEIGHT_BYTES = 4 * 32 * 32 * NUM_MAPS * 512  # 268 MB
-NEEDED_BYTES = 4 * WEIGHT_BYTES  # with momentum, and gradients from encoder and decoder
+TOTAL_STEPS = 6
+FILTER_BYTES = (164_540_160, 212_576_400, 18_662_400)  # by stage, at 200 pixels
+# With the second stage's momentum, and its gradients from encoder and decoder.
+NEEDED_BYTES = sum(FILTER_BYTES) + 3 * FILTER_BYTES[1]
 ROOM_BYTES = NEEDED_BYTES * 2 // 3
 
 
@@ -244,33 +247,30 @@ class Dying(DividedTensor):
         return super().piece(rank, window)
 
 
-class Net:
-    """A stage and its momentum."""
+class Disturbed(Cots):
+    """Ends after an update, which takes a signal in the one before; or dies while it saves one."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        grid = Grid(comm)
-        self.stage = AutoencoderStage(
-            grid, grid.split((39, 39)), 8, 8, 1, (NUM_MAPS, 1, 1),
-            pool_size=2, pool_stride=2, norm_size=3, seed=0,
-        )  # fmt: skip
-        self.training = StageTraining(torch.nn.Sequential(), self.stage, lr=1e-3)
-        self.costs: list[float] = []
+    end: ClassVar[int]
+    dies: ClassVar[bool]
 
-    def step(self) -> None:
-        x = part(values(1, 8, 39, 39).float(), self.stage.in_layout.windows[self._comm.rank])
-        self.costs.append(float(self._comm.all_reduce(self.training.step(x))))
+    def _training(self, *arguments: Any) -> GreedyTraining:
+        training = super()._training(*arguments)
+        draw, state_dict = training._draw, training.state_dict
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"costs": self.costs, "training": self.training.state()}
+        def draw_and_raise(generator: torch.Generator) -> Tensor:
+            if training.step == self.end - 2:  # workers agree to stop one update later
+                signal.raise_signal(signal.SIGTERM)
+            return draw(generator)
 
-    def local_state(self, state: Any) -> dict[str, Any]:
-        tensors = {name: self.stage.local_part(x) for name, x in state["training"].items()}
-        return {**state, "training": tensors}
+        def mortal_state() -> dict[str, Any]:
+            state = state_dict()
+            if self.dies and training.step == 3:
+                momentum = state["training"]["filters.momentum"]
+                state["training"]["filters.momentum"] = Dying(**vars(momentum))
+            return state
 
-    def load_state_dict(self, state: Any) -> None:
-        self.costs = state["costs"]
-        self.training.load_state(state["training"])
+        training._draw, training.state_dict = draw_and_raise, mortal_state
+        return training
 
 
 def _return_freed_memory() -> None:
@@ -281,55 +281,78 @@ def _return_freed_memory() -> None:
     assert libc.mallopt(m_mmap_threshold, 1 << 20) == 1
 
 
-def train(comm: Communicator, folder: str, num_steps: int, dies: int | None) -> list[float] | str:
-    """Goes on to some step with a checkpoint of each; the costs, or why it can't."""
+def train(
+    comm: Communicator, folder: str, nets: int, end: int, dies: int | None, room_bytes: int
+) -> str:
+    """Goes on to some update with a checkpoint of each; why it can't, or nothing."""
     _return_freed_memory()
-    limit = status_bytes("VmData") + ROOM_BYTES
+    limit = status_bytes("VmData") + room_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    Disturbed.end, Disturbed.dies = end, comm.rank == dies
+    recipe = Disturbed(
+        pixels=200, data_parallel=nets, steps=TOTAL_STEPS // 3, batch=8, patches=40,
+        log_every_steps=1, checkpoint_every_steps=1,
+    )  # fmt: skip
+    is_begun = any(Path(folder, "checkpoints").glob("step-*"))
+    comm.barrier()
     try:
-        net = Net(comm)
-        checkpoints = Checkpoints(folder, comm, message_bytes=4 << 20)
-        checkpoints.restore(net, missing_ok=True)
-        while len(net.costs) < num_steps:
-            net.step()
-            state = net.state_dict()
-            if comm.rank == dies:
-                momentum = state["training"]["filters.momentum"]
-                state["training"]["filters.momentum"] = Dying(**vars(momentum))
-            checkpoints.save(len(net.costs), state)
+        code = recipe.run(comm, Path(folder), resume=is_begun)
     except RuntimeError as error:
         if comm.size > 1:
             raise
         return str(error)
-    return net.costs
+    assert code == 128 + signal.SIGTERM
+    return ""
 
 
-def trained(size: int, folder: Path, num_steps: int, dies: int | None = None) -> list[float]:
-    return run_processes(size, train, str(folder), num_steps, dies, timeout_s=300.0)[0]
+def trained(
+    mesh: tuple[int, int],
+    folder: Path,
+    end: int,
+    dies: int | None = None,
+    room_bytes: int = ROOM_BYTES,
+) -> list[float] | str:
+    """The costs of all updates until one, or why there are none; the mesh is nets x workers."""
+    folder.mkdir(exist_ok=True)
+    nets, workers = mesh
+    options = (str(folder), nets, end, dies, room_bytes)
+    why, *_ = run_processes(nets * workers, train, *options, timeout_s=300.0)
+    if why:
+        return why
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return list({line["step"]: line["loss"] for line in lines}.values())
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The costs of four steps on four workers."""
-    return trained(4, tmp_path_factory.mktemp("straight"), 4)
+    """The costs of an undisturbed run."""
+    return trained((2, 2), tmp_path_factory.mktemp("straight"), TOTAL_STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_net_larger_than_a_worker_is_refused_by_one(tmp_path):
-    assert "Cannot allocate memory" in trained(1, tmp_path, 2)
+    """With 1.5 times the room, too."""
+    found = trained((1, 1), tmp_path, TOTAL_STEPS, room_bytes=ROOM_BYTES * 3 // 2)
+    assert "Cannot allocate memory" in found
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("dies", [0, 2])
+@pytest.mark.parametrize(
+    ("mesh", "dies", "later"),
+    [((1, 4), 0, [(1, 2), (1, 4)]), ((2, 2), 1, [(2, 2), (1, 2)])],
+    ids=["1x4", "2x2"],
+)
 def test_a_net_larger_than_a_worker_goes_on_on_other_workers_after_a_kill_while_saving(
-    tmp_path, straight, dies
+    tmp_path, straight, mesh, dies, later
 ):
-    assert trained(4, tmp_path, 2) == straight[:2]
+    """In the second of three stages, with its momentum; then to the third's end."""
     with pytest.raises(RemoteError, match="it died"):
-        trained(4, tmp_path, 3, dies)
-    assert not (tmp_path / "step-00000003").exists()
-    assert trained(2, tmp_path, 3) == pytest.approx(straight[:3], rel=1e-5)
-    assert abs(straight[2] - straight[1]) > 1e-4 * straight[2]  # the step can be told
-    assert trained(4, tmp_path, 4) == pytest.approx(straight, rel=1e-5)
+        trained(mesh, tmp_path, TOTAL_STEPS, dies)
+    names = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert max(names) == "step-00000002"
+    for next_mesh, end in zip(later, (4, TOTAL_STEPS), strict=True):
+        assert trained(next_mesh, tmp_path, end) == pytest.approx(straight[:end], rel=1e-5)
+    for one, other in pairwise(straight):  # the updates can be told
+        assert abs(one - other) > 1e-4 * one
