@@ -4,7 +4,7 @@ For n local parameters of b bytes, k optimizer states of each, and a micro-batch
 bytes:
 
     parameters     n b
-    gradients      n b            (buckets are the gradients' own memory)
+    gradients      n b            (buckets are the gradients' own memory, on CPUs)
     optimizer      k n b
     activations    T a (w (depth (2 + 4 c + 12/t) + 1 + 2 c) + l v)
 
@@ -18,7 +18,8 @@ size there are l tensors at a time: 3 on a worker that has all of them, the loga
 gradients; 4 in a pipeline, where torch keeps the logits, too; 2/t where they are sharded along the
 vocabulary, as the loss of `text` finds the gradient beside the logits. It is for attention that
 keeps no scores (flash) and without activation checkpointing; what the framework, kernels and
-collectives take beside is not in it.
+collectives take beside is not in it. Memory that workers of a host share is counted once: a
+resident set as the system shows it has the buckets of all workers of the host.
 
 Where FSDP2 shards over s workers, each has 1/s of parameters, gradients and optimizer states, and
 whole what a pass needs at a time: the rest r all the time, a block B that computes, the next one

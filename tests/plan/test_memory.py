@@ -1,4 +1,4 @@
-"""The memory that workers of tensor parallelism and of a pipeline take in a step."""
+"""The memory that a worker of a mesh takes in a step, against the plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,97 +7,122 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import allstep
 from allstep import Communicator
+from allstep.comm import Mesh
 from allstep.nn import Pipeline, tensor_parallel
-from allstep.plan import PipelineSpec, TransformerSpec, Workload, memory_of
+from allstep.plan import MeshSpec, PipelineSpec, TransformerSpec, Workload, memory_of
 from allstep.plan.memory import memory_of_workers
 from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import (
     Transformer,
     TransformerConfig,
     TransformerStage,
+    shard_blocks,
     tensor_parallel_plan,
 )
 from tests.helpers.processes import run_processes
 from tests.helpers.resident import Step, peak_bytes
 
-SPEC = TransformerSpec(depth=4, width=384, heads=4, sequence_length=64)
+SPEC = TransformerSpec(depth=8, width=512, heads=4, sequence_length=32)
 CONFIG = TransformerConfig(
-    vocab_size=8000, sequence_length=64, width=384, depth=4, heads=4, dropout=0.1, causal=True
+    vocab_size=4096, sequence_length=32, width=512, depth=8, heads=4, dropout=0.1, causal=True
 )
-BATCH, NUM_MICRO_BATCHES = 6, 3  # more than stages: activations are there beside gradients
-NUM_PARAMS = SPEC.depth * SPEC.block_params(1) + (8000 + 64 + 2) * SPEC.width
+BATCH, NUM_MICRO_BATCHES = 4, 4  # more than stages: activations are there beside gradients
+NUM_PARAMS = SPEC.depth * SPEC.block_params(1) + (4096 + 32 + 2) * SPEC.width
 MICRO = Workload.from_step(num_params=NUM_PARAMS, step_s=1.0, num_samples=BATCH)
-
-
-def micro_batches(config: TransformerConfig) -> list[Tensor]:
-    shape = (NUM_MICRO_BATCHES, BATCH, config.sequence_length)
-    return list(torch.arange(torch.Size(shape).numel()).remainder(config.vocab_size).view(shape))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return summed_cross_entropy(logits.flatten(0, 1), tokens.flatten()) / tokens.numel()
 
 
-def divided(comm: Communicator, config: TransformerConfig) -> Step:
-    """A step of a transformer whose layers are divided over the workers."""
+def make_model(mesh: Mesh[Communicator], spec: MeshSpec, config: TransformerConfig) -> nn.Module:
+    if spec.pipeline > 1:
+
+        def make_stage(number: int) -> nn.Module:
+            stage = TransformerStage(config, number)
+            return stage.divide(mesh) if spec.tensor > 1 else stage
+
+        stages = [partial(make_stage, number) for number in range(config.depth)]
+        return Pipeline(stages, mesh, loss=lambda logits, batch: loss_of(logits, batch[0]))
     model = Transformer(config)
-    if comm.size > 1:
-        tensor_parallel(model, comm.mesh(data=1, tensor=comm.size), tensor_parallel_plan(model))
-    optimizer, batches = adamw(model), micro_batches(config)
-
-    def step() -> None:
-        for tokens in batches:
-            loss_of(model(tokens), tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    if spec.tensor > 1:
+        tensor_parallel(model, mesh, tensor_parallel_plan(model))
+    if spec.shard > 1:
+        copies = spec.data // spec.shard
+        axes = mesh.comm.mesh(replicate=copies, shard=spec.shard, tensor=spec.tensor)
+        names = ("replicate", "shard") if copies > 1 else ("shard",)
+        shard_blocks(model, axes.device_mesh()[names])
+    return model
 
 
-def in_stages(comm: Communicator, config: TransformerConfig) -> Step:
-    """A step of a transformer whose blocks lie on the workers one after the other."""
-    model = Pipeline(
-        [partial(TransformerStage, config, number) for number in range(config.depth)],
-        comm.mesh(data=1, pipeline=comm.size),
-        loss=lambda logits, batch: loss_of(logits, batch[0]),
+def make_step(comm: Communicator, spec: MeshSpec, config: TransformerConfig) -> Step:
+    """Global batches of several micro-batches a copy, and AdamW."""
+    lengths = {"pipeline": spec.pipeline, "tensor": spec.tensor}
+    mesh = comm.mesh(data=spec.data, **{axis: n for axis, n in lengths.items() if n > 1})
+    model = make_model(mesh, spec, config)
+    exchange = allstep.attach(model, mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    shape = (2 * spec.data * NUM_MICRO_BATCHES * BATCH, config.sequence_length)
+    tokens = torch.arange(shape[0] * shape[1]).remainder(config.vocab_size).view(shape)
+    loader = allstep.data.loader(
+        TensorDataset(tokens), mesh["data"], global_batch=shape[0] // 2, micro_batch=BATCH
     )
-    optimizer, batches = adamw(model), [(tokens,) for tokens in micro_batches(config)]
+    batches = allstep.steps(loader, exchange)
 
     def step() -> None:
-        model.run(batches)
+        batch = next(batches)
+        if isinstance(model, Pipeline):
+            batch.run(model)
+        else:
+            for (tokens,) in batch:
+                batch.backward(loss_of(model(tokens), tokens))
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), foreach=False)
+def measured(comm: Communicator, spec: MeshSpec) -> int:
+    small = replace(CONFIG, width=8, depth=spec.pipeline, vocab_size=64)
+    make: Callable[[TransformerConfig], Step] = partial(make_step, comm, spec)
+    return peak_bytes(comm, partial(make, small), partial(make, CONFIG))
 
 
-def measured(comm: Communicator, make: Callable[[Communicator, TransformerConfig], Step]) -> int:
-    small = replace(CONFIG, width=8, depth=2, vocab_size=64)
-    return peak_bytes(partial(make, comm, small), partial(make, comm, CONFIG))
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_memory_is_what_a_divided_transformer_takes(size: int) -> None:
-    predicted = memory_of(MICRO, SPEC, size).total
-    for found in run_processes(size, measured, divided):
-        assert predicted == pytest.approx(found, rel=0.1)
+def predicted(spec: MeshSpec) -> list[int]:
+    """Of each worker."""
+    if spec.pipeline == 1:
+        return [memory_of(MICRO, SPEC, spec.tensor, shard=spec.shard).total] * spec.num_workers
+    stages = PipelineSpec(transformer=SPEC, num_workers=spec.pipeline)
+    found = memory_of_workers(MICRO, stages, spec.tensor, 2, NUM_MICRO_BATCHES)
+    return [memory.total for memory in found for _ in range(spec.tensor)] * spec.data
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_memory_is_what_workers_of_a_pipeline_take(size: int) -> None:
-    stages = PipelineSpec(transformer=SPEC, num_workers=size)
-    predicted = [m.total for m in memory_of_workers(MICRO, stages, 1, 2, NUM_MICRO_BATCHES)]
-    if size == 1:
-        predicted[0] += 16 * 8000 * SPEC.width  # its logits' matrix is not the embeddings'
-    for total, found in zip(predicted, run_processes(size, measured, in_stages), strict=True):
-        assert total == pytest.approx(found, rel=0.1)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"tensor": 2},
+        {"pipeline": 2},
+        {"data": 2, "shard": 2},
+        {"data": 4},
+        {"tensor": 4},
+        {"pipeline": 4},
+        {"data": 4, "shard": 4},
+        {"data": 4, "shard": 2},
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "shard": 2},
+        {"data": 2, "pipeline": 2},
+        {"pipeline": 2, "tensor": 2},
+    ],
+    ids=lambda axes: str(MeshSpec(**axes)),
+)
+def test_memory_is_what_workers_of_a_mesh_take(axes: dict[str, int]) -> None:
+    spec = MeshSpec(**axes)
+    found = run_processes(spec.num_workers, measured, spec, timeout_s=300.0)
+    assert predicted(spec) == pytest.approx(found, rel=0.1)

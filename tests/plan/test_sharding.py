@@ -1,20 +1,12 @@
 """A step and the memory of workers over which FSDP2 shards a model's states."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-from allstep import Communicator
 from allstep.errors import UsageError
-from allstep.plan import Link, MeshSpec, TransformerSpec, Workload, memory_of, recommend_mesh
+from allstep.plan import Link, MeshSpec, memory_of, recommend_mesh
 from allstep.plan.bottlenecks import bottlenecks
-from allstep.recipes.transformer import Transformer, TransformerConfig, shard_blocks
-from tests.helpers.processes import run_processes
-from tests.helpers.resident import Step, peak_bytes
 from tests.plan.test_mesh import BLOCKS, EMBEDDINGS, MICRO, POLICY, TRAINING, cluster, on
 
 BLOCK = 12 * 1024**2 + 13 * 1024
@@ -92,54 +84,3 @@ def test_axes_that_shards_do_not_go_with() -> None:
         memory_of(MICRO, BLOCKS, pipeline=2, shard=2)
     with pytest.raises(UsageError, match=r"`shard` \(=3\) must divide `data` \(=4\)"):
         MeshSpec(data=4, shard=3)
-
-
-# -- measured ----------------------------------------------------------------------------------
-
-SMALL = TransformerSpec(depth=10, width=448, heads=4, sequence_length=4)
-CONFIG = TransformerConfig(
-    vocab_size=300,
-    sequence_length=4,
-    width=448,
-    depth=10,
-    heads=4,
-    dropout=0.0,
-    causal=True,
-)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    tokens = torch.arange(4).view(1, 4)
-    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def make(config: TransformerConfig, comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Whole on no worker at any time."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    if comm.size > 1:
-        shard_blocks(model, comm.mesh(data=comm.size).device_mesh())
-    model.to_empty(device="cpu")
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.02)
-    return model, torch.optim.AdamW(model.parameters(), foreach=False)
-
-
-def measured(comm: Communicator) -> int:
-    def step_of(config: TransformerConfig) -> Step:
-        return partial(train_step, *make(config, comm))
-
-    return peak_bytes(partial(step_of, replace(CONFIG, width=8, depth=2)), partial(step_of, CONFIG))
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_memory_is_what_a_sharded_transformer_takes(size: int) -> None:
-    num_params = sum(p.numel() for p in Transformer(CONFIG).parameters())
-    micro = Workload.from_step(num_params=num_params, step_s=1.0)
-    predicted = memory_of(micro, SMALL, shard=size).total
-    for found in run_processes(size, measured):
-        assert predicted == pytest.approx(found, rel=0.1)
