@@ -135,6 +135,10 @@ class Stages(nn.Module):
     def forward(self, *values: Tensor, number: Tensor | int) -> Any:
         """What the last of them returns; the first of all takes the micro-batch's inputs."""
         number = int(number)
+        if self._has_fixed_shapes and self._shapes is None:
+            # Torch looks for shapes with numbers that nobody has set: workers that share an expert
+            # would choose different tokens for it.
+            values = tuple(x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0) for x in values)
         found: Any = values if self._numbers[0] > 0 else self._micro_batches.inputs(number)
         for place, stage in zip(self._numbers, self._members, strict=True):
             with self._micro_batches.calling(number, place, stage):

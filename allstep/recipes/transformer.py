@@ -157,8 +157,6 @@ class TransformerStage(nn.Module):
         (x,) = self.block(x)
         if self.norm is None or self.logits is None:
             return x if positions is None else (x, positions)
-        if positions is not None:  # torch looks for shapes with numbers that are none
-            positions = positions.clamp(0, x.shape[1] - 1)
         return self.logits(self.norm(_at(x, positions)))
 
     def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> nn.Module:

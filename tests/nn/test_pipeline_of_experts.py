@@ -13,8 +13,10 @@ import allstep
 from allstep import Communicator, UsageError
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts, Pipeline, tensor_parallel
+from allstep.nn.pipeline_stages import MicroBatches, Stages
 from tests.helpers.divided import whole_state
 from tests.helpers.processes import run_processes
+from tests.nn.test_experts_of_shards import make_expert
 from tests.nn.test_pipeline import (
     Block,
     Head,
@@ -31,10 +33,6 @@ from tests.nn.test_pipeline import (
     train,
 )
 from tests.nn.test_pipeline_of_shards import Wide
-
-
-def make_expert() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 6)).double()
 
 
 class Routed(nn.Module):
@@ -61,12 +59,16 @@ def makers(comm: Communicator) -> tuple[Maker, ...]:
 
 
 def stage(make: Maker, mesh: Mesh[Communicator]) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
     made = make()
-    if isinstance(made, Wide) and "tensor" in mesh.shape:
-        tensor_parallel(made, mesh, {"hidden": ColwiseParallel(), "output": RowwiseParallel()})
-    return made
+    layers: dict[str, ParallelStyle] = {}
+    if isinstance(made, Wide):
+        layers = {"hidden": ColwiseParallel(), "output": RowwiseParallel()}
+    if isinstance(made, Routed):
+        for name in (f"mixture.experts.{number}" for number in made.mixture.experts):
+            layers |= {f"{name}.0": ColwiseParallel(), f"{name}.2": RowwiseParallel()}
+    return tensor_parallel(made, mesh, layers) if "tensor" in mesh.shape else made
 
 
 def make(comm: Communicator, schedule: str = "1f1b", **axes: int) -> tuple[Pipeline, Communicator]:
@@ -121,7 +123,7 @@ def test_stages_with_experts_are_the_same_model() -> None:
         assert_other(plainly(clip_norm=CLIP_NORM, stages=stages, spoilt=spoilt), expected)
     meshes: list[dict[str, int]] = [
         {"data": 2, "pipeline": 2},
-        {"data": 2, "pipeline": 2, "tensor": 2},
+        {"data": 2, "pipeline": 2, "tensor": 2},  # which divides experts, too
     ]
     for axes in meshes:
         for of_worker in run_processes(prod(axes.values()), variants, axes, timeout_s=200):
@@ -129,6 +131,24 @@ def test_stages_with_experts_are_the_same_model() -> None:
             assert_same(of_worker["short"], short)
             if "tensor" not in axes:
                 assert_same_bits(of_worker["exact"], exact)
+
+
+def test_shapes_are_found_with_zeros() -> None:
+    """Not with what torch has not set: workers that share a copy would choose other experts."""
+    seen: list[Tensor] = []
+
+    class Sees(Head):
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            seen.extend((x, counts))
+            return super().forward(x, counts)
+
+    micro_batches = MicroBatches(inputs_of, mean_error, torch.device("cpu"))
+    stages = Stages({1: Sees()}, micro_batches, has_fixed_shapes=True)
+    x = torch.full((5, 6), torch.nan, dtype=torch.float64, requires_grad=True)
+    with micro_batches.begin([samples(5)[:]], [3], [1.0], [], lambda: None):
+        stages(x, x.isnan().long(), number=0).sum().backward()  # finds shapes of gradients, too
+        assert not any(value.any() for value in seen)
+        assert stages(x, x.isnan().long(), number=0).isnan().all()
 
 
 def kept(
