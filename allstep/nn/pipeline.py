@@ -13,7 +13,7 @@ from allstep.comm import Communicator, Mesh, StageModules, divided_modules
 from allstep.comm.agreement import agree
 from allstep.errors import UsageError
 from allstep.nn.chain import seeded
-from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words
+from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words, shapes_of
 from allstep.nn.replicated import seed_at
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -106,7 +106,6 @@ class Pipeline(nn.Module):
                 self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
         agree(comm, "make a Pipeline of these stages", fault=_fault_of(self.stages))
         self._expert_workers = _expert_workers_of(self.stages)
-        self._repeated: Any = None  # a micro-batch, for where others have one more
         self._micro_batches = MicroBatches(inputs, loss, comm.device)
         self._schedules: dict[Hashable, _PipelineSchedule] = {}
 
@@ -195,8 +194,8 @@ class Pipeline(nn.Module):
 
         [Note: experts in a pipeline] Where stages have experts on several workers, copies of the
         model take as many micro-batches through the same schedule, so that all come to the layers
-        with experts in the same order: those with fewer repeat one, which has no loss, and in which
-        they run their experts for the others only.
+        with experts in the same order: those with fewer repeat one, or take one of another copy's,
+        which has no loss, and in which they run their experts for the others only.
 
         Args:
             micro_batches: the same on all workers that share the stages.
@@ -226,7 +225,7 @@ class Pipeline(nn.Module):
         Raises:
             UsageError: if the shapes differ in more than the last one.
         """
-        shapes = [self._micro_batches.shapes_of(data) for data in micro_batches]
+        shapes = [shapes_of(self._micro_batches.inputs_of(data)) for data in micro_batches]
         runs = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
         if self._comm.size > 1 and len(runs) > 2:
             found = ", then ".join(in_words(shapes[run[0]]) for run in runs[:3])
@@ -237,35 +236,29 @@ class Pipeline(nn.Module):
             )
         return runs
 
-    def _lengthen(self, runs: list[list[int]], micro_batches: Sequence[Any]) -> list[Any]:
+    def _lengthen(self, runs: list[list[int]], micro_batches: Sequence[Any]) -> list[Values]:
         """Makes the runs as long as the longest of all copies. [Note: experts in a pipeline]
 
         Returns:
-            The micro-batches that are run for that, whose numbers follow on the others.
-
-        Raises:
-            UsageError: on all, if a copy has had none yet.
+            The first stage's inputs of what is run for that, whose numbers follow on the others.
         """
         if self._expert_workers is None:
             return []
-        if micro_batches:
-            self._repeated = micro_batches[-1]
-        told = [len(run) for run in runs], self._repeated is not None
-        by_copy, can_repeat = zip(*self._expert_workers.all_gather_object(told), strict=True)
-        if any(by_copy) and not all(can_repeat):
-            raise UsageError(
-                "A copy of a pipeline with experts has no micro-batch in the first global batch;"
-                " give `loader` a larger `global_batch` or a smaller `micro_batch`."
-            )
-        repeated: list[Any] = []
+        by_copy = self._expert_workers.all_gather_object([len(run) for run in runs])
+        inputs = [self._micro_batches.inputs_of(data) for data in micro_batches]
+        if any(by_copy) and not all(by_copy):
+            root = next(rank for rank, lengths in enumerate(by_copy) if lengths)
+            given: Any = inputs[0] if self._expert_workers.rank == root else None
+            inputs = [self._expert_workers.broadcast(given, root)]
+        repeated: list[Values] = []
         for place, lengths in enumerate(zip_longest(*by_copy, fillvalue=0)):
             if place == len(runs):
                 runs.append([])
             run = runs[place]
-            data = micro_batches[run[0]] if run else self._repeated
+            values = inputs[run[0] if run else 0]
             for _ in range(max(lengths) - len(run)):
                 run.append(len(micro_batches) + len(repeated))
-                repeated.append(data)
+                repeated.append(values)
         return repeated
 
     def _portions_of(self, run: list[int]) -> Iterator[list[int]]:
@@ -355,7 +348,7 @@ class Pipeline(nn.Module):
         return kind(stages[0], num_micro_batches, loss_fn=loss, scale_grads=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_schedules": {}, "_repeated": None}  # a copy makes its own
+        return {**self.__dict__, "_schedules": {}}  # a copy makes its own
 
 
 class _Returns(nn.Module):

@@ -25,6 +25,7 @@ class MicroBatches:
         device: where the stages are.
 
     Attributes:
+        inputs_of: as given, as `inputs`.
         losses: [n], float64, of those that the last stage here has seen.
         begin_backward: called when a stage's backward pass of one begins.
     """
@@ -35,9 +36,9 @@ class MicroBatches:
         loss: Callable[[Any, Any], Tensor],
         device: torch.device,
     ) -> None:
-        self._inputs, self._loss, self._device = inputs, loss, device
+        self.inputs_of, self._loss, self._device = inputs, loss, device
         self._data: Sequence[Any] = ()
-        self._num_own = 0
+        self._repeated: Sequence[Values] = ()
         self._seeds: Sequence[int] = ()
         self._factors: Sequence[float] = ()
         self.losses = torch.empty(0)
@@ -49,21 +50,21 @@ class MicroBatches:
         data: Sequence[Any],
         seeds: Sequence[int],
         factors: Sequence[float],
-        repeated: Sequence[Any],
+        repeated: Sequence[Values],
         begin_backward: Callable[[], None],
     ) -> Iterator[None]:
         """Around the run of these; their losses count with these factors.
 
-        Those that are repeated follow, and have no loss. [Note: experts in a pipeline]
+        Those of which inputs are repeated follow, and have no loss. [Note: experts in a pipeline]
         """
-        self._data, self._num_own = [*data, *repeated], len(data)
-        self._seeds, self._factors = [*seeds, *(0 for _ in repeated)], factors
+        self._data, self._repeated = data, repeated
+        self._seeds, self._factors = seeds, factors
         self.losses = torch.zeros(len(data), dtype=torch.float64, device=self._device)
         self.begin_backward = begin_backward
         try:
             yield
         finally:
-            self._data = ()
+            self._data = self._repeated = ()
 
     @contextmanager
     def looking(self, look: Callable[[Any, Any], Tensor]) -> Iterator[None]:
@@ -76,15 +77,13 @@ class MicroBatches:
 
     def inputs(self, number: int) -> Values:
         """What the first stage takes."""
-        return self._inputs(self._data[number])
+        if number < len(self._data):
+            return self.inputs_of(self._data[number])
+        return self._repeated[number - len(self._data)]
 
     def shapes(self, number: int) -> Shapes:
         """Of the first stage's inputs."""
-        return self.shapes_of(self._data[number])
-
-    def shapes_of(self, data: Any) -> Shapes:
-        """Of the first stage's inputs of any micro-batch."""
-        return shapes_of(self._inputs(data))
+        return shapes_of(self.inputs(number))
 
     def seeded(self, number: int, place: object) -> AbstractContextManager[None]:
         """A place draws the same for a micro-batch, on whichever worker it is. [Note: stages]"""
@@ -92,14 +91,14 @@ class MicroBatches:
 
     def calling(self, number: int, place: object, stage: nn.Module) -> AbstractContextManager[None]:
         """Around a stage's call with a micro-batch."""
-        if number < self._num_own:
+        if number < len(self._data):
             return self.seeded(number, place)
         return serving(stage)
 
     def weighed_loss(self, output: Any, number: Tensor | int) -> Tensor:
         """What is differentiated; the loss itself is noted."""
         number = int(number)
-        if number >= self._num_own:
+        if number >= len(self._data):
             outputs = output if isinstance(output, tuple) else (output,)
             return 0 * torch.stack([x.sum() for x in outputs]).sum()
         with self.seeded(number, "loss"):

@@ -454,13 +454,14 @@ def keep(
     run_dir: Path,
     stops_after: int | None,
     policy: allstep.ExchangePolicy | None = None,
+    num: int = 46,
 ) -> None:
     """Six steps with checkpoints, or fewer."""
     exchange = allstep.attach(model, data, policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
     with (
-        allstep.data.loader(samples(46), data, **sizes) as loader,
+        allstep.data.loader(samples(num), data, **sizes) as loader,
         allstep.AutoCheckpoint(
             run_dir, loader, exchange, state={"optimizer": optimizer}, every_steps=1
         ) as checkpoint,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import allstep
-from allstep import Communicator, UsageError
+from allstep import Communicator, Evaluator, Metrics, UsageError
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts, Pipeline, tensor_parallel
 from allstep.nn.pipeline_stages import MicroBatches, Stages
@@ -25,6 +25,7 @@ from tests.nn.test_pipeline import (
     assert_other,
     assert_same,
     assert_same_bits,
+    error_of,
     inputs_of,
     keep,
     mean_error,
@@ -156,7 +157,7 @@ def kept(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Parameters, and losses in eval mode, of which each copy has some less than the one before."""
     model, data = make(comm, **axes)
-    keep(model, data, run_dir, stops_after, EXACT)
+    keep(model, data, run_dir, stops_after, EXACT, SHORT)
     given = samples(46)
     cut = [given[:4], given[4:8], given[8:10]]
     return whole_state(model), model.eval().evaluate(cut[data.rank :])
@@ -166,7 +167,10 @@ def kept(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint's workers computed with")
 def test_stages_with_experts_go_on_on_another_mesh(tmp_path: Path) -> None:
-    """With exact sums, whose grid goes along with its experts and stages."""
+    """With exact sums, whose grid goes along with its experts and stages.
+
+    A copy has no micro-batch in the first global batch that it goes on with.
+    """
     alone = Communicator.single_process()
     one = {"data": 1, "pipeline": 1}
     expected, losses = kept(alone, one, tmp_path / "straight", None)
@@ -186,24 +190,47 @@ def test_stages_with_experts_go_on_on_another_mesh(tmp_path: Path) -> None:
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
 
 
+def without_samples(comm: Communicator, axes: dict[str, int]) -> tuple[Trained, list[float]]:
+    """Training and evaluations in which a copy has fewer micro-batches than another, or none."""
+    model, data = make(comm, **axes)
+    metrics = [Evaluator(measure, samples(num), data, micro_batch=4)(model) for num in (4, 10)]
+    model, data = make(comm, "gpipe", **axes)
+    found = train(model, data, lambda batch: batch.run(model), num=4)
+    return found, [each["error"] for each in metrics]
+
+
+def measure(model: nn.Module, data: list[Tensor]) -> Metrics:
+    assert isinstance(model, Pipeline)
+    return model.measure(total_error, data)
+
+
+def total_error(model: nn.Module, data: list[Tensor]) -> Metrics:
+    error = error_of(model(*inputs_of(data)), data)
+    return {"error": (error.sum().item(), error.numel())}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_copies_without_samples_have_their_experts_at_work() -> None:
+    one, expected = without_samples(Communicator.single_process(), {"data": 1, "pipeline": 1})
+    for found, errors in run_processes(4, without_samples, {"data": 2, "pipeline": 2}):
+        assert errors == pytest.approx(expected, rel=0, abs=1e-10)
+        assert_same(found, one)
+
+
 def refused(comm: Communicator) -> list[str]:
-    """What pipelines of experts along wrong axes say, and copies without samples."""
+    """What pipelines of experts along wrong axes say."""
     mesh, said = comm.mesh(data=2, pipeline=2), []
     for workers in (comm, mesh["pipeline"]):
         with pytest.raises(UsageError) as error:
             Pipeline([partial(Routed, workers)] * 2, mesh, loss=mean_error)
         said.append(str(error.value))
-    model, data = make(comm, "gpipe", data=2, pipeline=2)
-    with pytest.raises(UsageError) as error:
-        train(model, data, lambda batch: batch.run(model), num=4)
-    return [*said, str(error.value)]
+    return said
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_what_a_pipeline_with_experts_refuses() -> None:
-    for *said, without_samples in run_processes(4, refused):
+    for said in run_processes(4, refused):
         for message, num in zip(said, (4, 2), strict=True):
             assert f"has experts on {num} workers that are no other axis of Mesh" in message
             assert "make them with mesh['data']" in message
-        assert without_samples.startswith("A copy of a pipeline with experts has no micro-batch")
