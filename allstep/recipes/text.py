@@ -164,12 +164,6 @@ class Text(TokenRecipe):
                 continue
             allstep.errors.check_multiple(divided, getattr(self, divided), name, length)
             allstep.train.check_sharded(self, f"`{name}` (={length}) {reason}")
-        if self.experts is not None and self.pipeline > 1:
-            raise UsageError(
-                f"`experts` (={self.experts}) are divided over all copies, and `pipeline`"
-                f" (={self.pipeline}) has the blocks of one on several workers; leave one of them"
-                " out."
-            )
         num_hidden = 4 * self.width // self.top_k
         if self.experts is not None and num_hidden % self.tensor_parallel:
             raise UsageError(
@@ -277,6 +271,7 @@ class Text(TokenRecipe):
             log_frequencies(train_tokens, self.vocab_size),
             self.samples == "paragraphs",
             self.balance_weight,
+            self.depth * self.top_k,
         )
         return self.make_task(
             self._model(comm) if self.pipeline == 1 else self._pipeline(comm, objective),
@@ -331,9 +326,10 @@ class Text(TokenRecipe):
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
         """A stage for each block, so that any number of workers draws the same."""
         mesh, is_divided = self._mesh(comm), comm.size > 1 and self.tensor_parallel > 1
+        experts = self._experts(mesh["data"])
 
         def make(number: int) -> nn.Module:
-            stage = TransformerStage(self._config, number)
+            stage = TransformerStage(self._config, number, experts)
             return stage.divide(mesh) if is_divided else stage
 
         return allstep.nn.Pipeline(
@@ -390,31 +386,33 @@ class LanguageModelling:
         unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].
         is_padded: whether some targets are padding.
         balance_weight: of a mixture's balance loss beside the mean cross-entropy.
+        num_choices: of experts for a token, in all blocks together.
     """
 
     unigram_log_probs: Tensor
     is_padded: bool = False
     balance_weight: float = 0.0
+    num_choices: int = 0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
         """Sum of the targets' cross-entropies, nats, and their number.
 
         A balance loss is added for each target, so that a micro-batch's counts by its targets.
         """
-        logits, *balance_loss = _outputs(model, *self.inputs(batch))
-        total, count = self.loss_of(logits, batch), self.weight_of(batch)
-        for balance in balance_loss:
-            total = total + self.balance_weight * count * balance
-        return total, count
+        return self.loss_of(model(*self.inputs(batch)), batch), self.weight_of(batch)
 
     def inputs(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What the model takes."""
         tokens, _, *positions = batch
         return (tokens, *positions)
 
-    def loss_of(self, logits: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
-        """Sum of the targets' cross-entropies."""
-        return summed_cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+    def loss_of(self, output: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        """The sum, of what the model returned."""
+        logits, *use = _parts(output)
+        total = summed_cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        for balance_loss in use[:1]:
+            total = total + self.balance_weight * self.weight_of(batch) * balance_loss
+        return total
 
     def weight_of(self, batch: tuple[Tensor, ...]) -> float:
         """How many targets count."""
@@ -428,7 +426,7 @@ class LanguageModelling:
         With experts also of `balance`, a token, and `dropped`, the share of choices without room.
         """
         inputs, targets, *_ = batch
-        logits, *balance_loss = _outputs(model, *self.inputs(batch))
+        logits, *use = _parts(model(*self.inputs(batch)))
         logits, targets = logits.flatten(0, 1), targets.flatten()
         counted = targets[targets != allstep.data.text_folder.PADDING]
         unigram = self.unigram_log_probs.to(targets.device)[counted]
@@ -437,19 +435,19 @@ class LanguageModelling:
             "unigram": (-unigram.sum(), len(counted)),
             "accuracy": ((most_likely(logits) == targets).sum(), len(counted)),
         }
-        for balance in balance_loss:
+        if use:
             num_tokens = inputs.numel()
-            layers = [m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts)]
-            num_choices = num_tokens * sum(layer.top_k for layer in layers)
-            found["balance"] = (balance * num_tokens, num_tokens)
-            found["dropped"] = (sum(layer.num_dropped for layer in layers), num_choices)
+            balance_loss, *dropped = use  # whose number comes through a pipeline
+            layers = (m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts))
+            num_dropped = dropped[0] if dropped else sum(layer.num_dropped for layer in layers)
+            found["balance"] = (balance_loss * num_tokens, num_tokens)
+            found["dropped"] = (num_dropped, num_tokens * self.num_choices)
         return found
 
 
-def _outputs(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The logits, and a balance loss if the model has experts."""
-    found = model(*inputs)
-    return found if isinstance(found, tuple) else (found,)
+def _parts(output: Any) -> tuple[Tensor, ...]:
+    """The logits, and if the model has experts a balance loss and what else is said of them."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def log_frequencies(tokens: Tensor, vocab_size: int) -> Tensor:

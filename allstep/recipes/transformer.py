@@ -117,9 +117,7 @@ class Transformer(nn.Module):
             _initialize_small(module)
         for block in self.blocks:
             assert isinstance(block, _Block)
-            _initialize_residual(block.attention.output, depth)
-            if isinstance(block.mlp, _MLP):  # experts are drawn where they are made
-                _initialize_residual(block.mlp.output, depth)
+            _initialize_block(block, depth)
 
 
 class TransformerStage(nn.Module):
@@ -130,34 +128,48 @@ class TransformerStage(nn.Module):
     Args:
         config: of the whole.
         number: of the block.
+        experts: as for the whole. From stage to stage goes how they are used: the blocks' part of
+            the mean balance loss, and the number of choices that were dropped.
     """
 
-    def __init__(self, config: TransformerConfig, number: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, number: int, experts: Experts | None = None
+    ) -> None:
         super().__init__()
         width, is_last = config.width, number == config.depth - 1
-        mlp = _MLP(width, 4 * width)
+        mlp = _make_mlp(config, experts)
         self.embedding = _Embedding(config) if number == 0 else None
         self.block = _Block(config, mlp)
         self.norm = nn.LayerNorm(width) if is_last else None
         self.logits = nn.Linear(width, config.vocab_size, bias=False) if is_last else None
-        for module in self.modules():
+        for module in _outside_experts(self):
             _initialize_small(module)
-        _initialize_residual(self.block.attention.output, config.depth)
-        _initialize_residual(mlp.output, config.depth)
+        _initialize_block(self.block, config.depth)
+        self._depth = config.depth
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
-        """What the next stage takes; of the last one logits, of all tokens or at positions.
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        """What the next stage takes; of the last one logits, and the use of experts in two scalars.
 
         Args:
             x: int64 [batch, token] or features [batch, token, width].
-            positions: int64 [batch, predicted], or None for all.
+            others: what the stages before say of their experts, [2], if there are any; and int64
+                positions [batch, predicted], or none for the logits of all tokens.
         """
+        mlp = self.block.mlp
         if self.embedding is not None:
             x = self.embedding(x)
-        (x,) = self.block(x)
-        if self.norm is None or self.logits is None:
-            return x if positions is None else (x, positions)
-        return self.logits(self.norm(_at(x, positions)))
+        x, *balance_losses = self.block(x)
+        use: tuple[Tensor, ...] = ()
+        if isinstance(mlp, allstep.nn.MixtureOfExperts):
+            balance_loss = balance_losses[0] / self._depth
+            own = torch.stack((balance_loss, balance_loss.new_tensor(mlp.num_dropped))).to(x.dtype)
+            if self.embedding is None:
+                own, others = own + others[0], others[1:]
+            use = (own,)
+        if self.norm is not None and self.logits is not None:
+            x, others = self.logits(self.norm(_at(x, *others))), ()
+            use = tuple(part for each in use for part in each)
+        return (x, *use, *others) if use or others else x
 
     def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> nn.Module:
         """This stage with its block's heads and hidden features divided over `tensor`."""
@@ -178,7 +190,7 @@ class _Embedding(nn.Module):
         return x
 
 
-def _at(x: Tensor, positions: Tensor | None) -> Tensor:
+def _at(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Features of the tokens at positions, [batch, predicted, width]; of all if None."""
     if positions is None:
         return x
@@ -399,6 +411,12 @@ def _initialize_small(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
+
+
+def _initialize_block(block: _Block, depth: int) -> None:
+    _initialize_residual(block.attention.output, depth)
+    if isinstance(block.mlp, _MLP):  # experts are drawn where they are made
+        _initialize_residual(block.mlp.output, depth)
 
 
 def _initialize_residual(layer: nn.Linear, depth: int) -> None:

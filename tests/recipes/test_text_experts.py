@@ -169,18 +169,27 @@ def test_experts_resume_on_other_workers(
 # -- what it is trained for ----------------------------------------------------------------------
 
 
-def test_balance_counts_for_each_target(folder: Path) -> None:
-    model = small(folder).task(Communicator.single_process()).model.double().eval()
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_balance_counts_for_each_target(folder: Path, pipeline: int) -> None:
+    def task_of(**changes: Any) -> allstep.Task:
+        recipe = small(folder, pipeline=pipeline, **changes)
+        return recipe.task(Communicator.single_process())
+
+    model = task_of().model.double().eval()
     losses = []
     for weight in (0.0, 2.0):
-        task = small(folder, balance_weight=weight).task(Communicator.single_process())
+        task = task_of(balance_weight=weight)
         batch = task.train_set[0]
         losses.append(task.loss(model, tuple(part[None] for part in batch)))
     (plain, count), (balanced, _) = losses
-    _, balance = model(batch[0][None])
+    layers = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+    balances: list[Tensor] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, x, found: balances.append(found[1]))
+    _, balance, *_ = model(batch[0][None])
+    torch.testing.assert_close(balance, torch.stack(balances).mean())
     torch.testing.assert_close(balanced - plain, 2.0 * count * balance)
     metrics = task.metrics(model, tuple(part[None] for part in batch))
-    layers = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
     dropped = sum(layer.num_dropped for layer in layers)
     assert dropped > 0
     assert metrics["dropped"] == (dropped, 16 * 2 * 2)  # tokens, experts of each, layers
