@@ -229,6 +229,7 @@ def refused(comm: Communicator) -> list[str]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_what_a_pipeline_with_experts_refuses() -> None:
     for said in run_processes(4, refused):
         for message, num in zip(said, (4, 2), strict=True):
