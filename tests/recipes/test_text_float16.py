@@ -19,14 +19,14 @@ PARTS: dict[str, dict[str, Any]] = {
     "fsdp": {"shard": True},
     "tensor": {"tensor_parallel": 2},
     "experts": {"experts": 2, "capacity_factor": 1.0},
-    "pipeline": {"pipeline": 2},
+    "pipeline": {"pipeline": 2, "depth": 2},
 }
 
 
 def small(folder: Path, **changes: Any) -> Text:
     usual: dict[str, Any] = {
         "precision": "float16",
-        "depth": 2,
+        "depth": 1,
         "optimizer": "sgd",
         "lr": 0.5,
         "train_share": 0.1,
