@@ -30,9 +30,14 @@ SPEC = TransformerSpec(depth=8, width=512, heads=4, sequence_length=32)
 CONFIG = TransformerConfig(
     vocab_size=4096, sequence_length=32, width=512, depth=8, heads=4, dropout=0.1, causal=True
 )
-BATCH, NUM_MICRO_BATCHES = 4, 4  # more than stages: activations are there beside gradients
+BATCH = 4
 NUM_PARAMS = SPEC.depth * SPEC.block_params(1) + (4096 + 32 + 2) * SPEC.width
 MICRO = Workload.from_step(num_params=NUM_PARAMS, step_s=1.0, num_samples=BATCH)
+
+
+def num_micro_batches(spec: MeshSpec) -> int:
+    """Of a copy: several, so that gradients add up, and one for each stage."""
+    return max(2, spec.pipeline)
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -66,10 +71,11 @@ def make_step(comm: Communicator, spec: MeshSpec, config: TransformerConfig) -> 
     model = make_model(mesh, spec, config)
     exchange = allstep.attach(model, mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    shape = (2 * spec.data * NUM_MICRO_BATCHES * BATCH, config.sequence_length)
+    num_samples = spec.data * num_micro_batches(spec) * BATCH
+    shape = (2 * num_samples, config.sequence_length)
     tokens = torch.arange(shape[0] * shape[1]).remainder(config.vocab_size).view(shape)
     loader = allstep.data.loader(
-        TensorDataset(tokens), mesh["data"], global_batch=shape[0] // 2, micro_batch=BATCH
+        TensorDataset(tokens), mesh["data"], global_batch=num_samples, micro_batch=BATCH
     )
     batches = allstep.steps(loader, exchange)
 
@@ -97,7 +103,7 @@ def predicted(spec: MeshSpec) -> list[int]:
     if spec.pipeline == 1:
         return [memory_of(MICRO, SPEC, spec.tensor, shard=spec.shard).total] * spec.num_workers
     stages = PipelineSpec(transformer=SPEC, num_workers=spec.pipeline)
-    found = memory_of_workers(MICRO, stages, spec.tensor, 2, NUM_MICRO_BATCHES)
+    found = memory_of_workers(MICRO, stages, spec.tensor, 2, num_micro_batches(spec))
     return [memory.total for memory in found for _ in range(spec.tensor)] * spec.data
 
 
