@@ -84,10 +84,6 @@ class CollectivePasses:
         for module in self._modules:
             module.set_gradient_divide_factor(1 / scale)
 
-    def send_zeros(self, is_on: bool) -> None:
-        """Whether FSDP2 sums zeros for parameters that a worker does not use."""
-        self._parts.send_zeros(is_on)
-
     def begin_batch(self, num_micro_batches: int) -> None:
         """A global batch begins, or an evaluation, without gradients. Collective.
 
@@ -193,11 +189,9 @@ class FullyShardedExchange(PlainExchange):
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         self._set_scale()
-        self._passes.send_zeros(True)
 
     def _end_global_batch(self) -> None:
         self._set_scale()
-        self._passes.send_zeros(False)
 
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)

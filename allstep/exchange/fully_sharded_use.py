@@ -22,8 +22,9 @@ class PartsInUse:
     [Note: parts in use] FSDP2 sends the parameters of a module when it is called, and after it
     those gradients that this worker has. Where workers skip different layers, or use different
     parameters of one, it would add up what is of one size in silence, and break off elsewhere. So
-    workers compare their calls before anything is made of the sums, and send zeros for parameters
-    that they did not use; those that no worker used have no gradient, as in one process.
+    workers send zeros for parameters that they did not use; between `begin` and `end` they note
+    what they call, and compare it before anything is made of the sums, and those parameters that no
+    worker used have no gradient in the end, as in one process.
 
     Args:
         model: sharded by `fully_shard`.
@@ -42,7 +43,9 @@ class PartsInUse:
         self._can_send_zeros = all(
             hasattr(module, "set_reduce_scatter_unused_params") for module in self._modules.values()
         )
+        self._send_zeros(True)
         self._hooks_of_whole: dict[nn.Parameter, Removable] = {}
+        self._has_begun = False
         self._calls: list[str] = []
         self._used: set[str] = set()
         self._used_in_pass: set[str] = set()
@@ -52,16 +55,11 @@ class PartsInUse:
         """Leaves the model to FSDP2."""
         for hook in (*self._hooks, *self._hooks_of_whole.values()):
             hook.remove()
-        self.send_zeros(False)
-
-    def send_zeros(self, is_on: bool) -> None:
-        """Whether FSDP2 sums zeros in place of gradients that this worker does not have."""
-        if self._can_send_zeros:
-            for module in self._modules.values():
-                module.set_reduce_scatter_unused_params(is_on)
+        self._send_zeros(False)
 
     def begin(self) -> None:
         """The passes of a global batch begin, or those of an evaluation."""
+        self._has_begun = True
         self._calls.clear()
         self._used.clear()
         self._used_in_pass.clear()
@@ -86,8 +84,7 @@ class PartsInUse:
         Raises:
             DisagreementError: on every worker, if they called other modules.
         """
-        if self._comm.size == 1:
-            return
+        self._has_begun = False
         calls = [(f"call {number}", name) for number, name in enumerate(self._calls)]
         cure = _CURE if self._can_send_zeros else _CURE + _OLD_CURE
         used = [name in self._used for name in self._without]
@@ -100,17 +97,24 @@ class PartsInUse:
             if not is_used:
                 p.grad = None
 
+    def _send_zeros(self, is_on: bool) -> None:
+        """Whether FSDP2 sums zeros in place of gradients that this worker does not have."""
+        if self._can_send_zeros:
+            for module in self._modules.values():
+                module.set_reduce_scatter_unused_params(is_on)
+
     def _note_call(self, name: str, module: nn.Module, _: object) -> None:
         """FSDP2 has gathered the module's parameters, in tensors that it keeps for later calls."""
+        if not self._has_begun:
+            return
         self._calls.append(name or type(module).__name__)
-        prefix = f"{name}." if name else ""
-        for key, p in module.named_parameters():
-            if not p.requires_grad:
+        for key, p in module.named_parameters(name):
+            if not p.requires_grad or p in self._hooks_of_whole:
                 continue
-            hook = WeakHook(self, type(self)._note_gradient, prefix + key)
+            hook = WeakHook(self, type(self)._note_gradient, key)
             if not p.is_leaf:  # what tensor parallelism makes of it for one call
                 p.register_hook(hook)  # type: ignore[no-untyped-call]
-            elif not is_dtensor(p) and p not in self._hooks_of_whole:
+            elif not is_dtensor(p):
                 handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._hooks_of_whole[p] = handle
 

@@ -87,9 +87,22 @@ def train_whole(comm: Communicator) -> list[dict[str, Tensor]]:
     return [train(comm, branches(turns), is_sharded=False) for turns in (TURNS, MIXED)]
 
 
+def gradients_of_plain_loop(comm: Communicator) -> list[float]:
+    """Of each branch, where each worker has one of its own in a loop without `steps`."""
+    model = Branches()
+    fully_shard(model, mesh=comm.mesh(data=comm.size).device_mesh())
+    exchange = allstep.attach(model, comm)
+    x = torch.full((1, WIDTH), float(comm.rank))
+    model(x).sum().backward()
+    exchange.detach()
+    return [float(layer.bias.grad.full_tensor().abs().sum()) for layer in model.branches]
+
+
 def train_sharded(comm: Communicator) -> list[dict[str, Tensor]]:
+    of_branches = gradients_of_plain_loop(comm)
+    assert all(of_branches[:2]) and of_branches[2] == 0
     found = train(comm, branches(TURNS), is_sharded=True)
-    PartsInUse.send_zeros = lambda self, is_on: None  # type: ignore[method-assign]
+    PartsInUse._send_zeros = lambda self, is_on: None  # type: ignore[method-assign]
     PartsInUse.end = lambda self: None  # type: ignore[method-assign]
     return [found, train(comm, branches(MIXED), is_sharded=True)]
 
