@@ -222,7 +222,7 @@ def test_seq2seq_runs_on_one_and_four_processes(dictionary: Path) -> None:
     for launcher in ([], torchrun):
         done = subprocess.run(
             [sys.executable, *launcher, script, *flags], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 def run(*command: str) -> str:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

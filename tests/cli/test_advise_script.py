@@ -239,7 +239,7 @@ def test_a_signal_ends_the_script_and_leaves_nothing(number):
         time.sleep(0.05)
     script = psutil.Process(int(Path("pid").read_text()))
     advise.send_signal(number)
-    out, err = advise.communicate(timeout=100)
+    out, err = advise.communicate(timeout=200)
     assert (advise.returncode, out, err) == (128 + number, "", "")
     assert not script.is_running() or script.status() == psutil.STATUS_ZOMBIE
     assert left_over() == []

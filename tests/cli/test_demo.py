@@ -210,7 +210,7 @@ class TestProcesses:
         family = watched.children(recursive=True)
         assert len(family) >= size  # two helpers of multiprocessing, then trainings
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
-        _, said = demo.communicate(timeout=60)
+        _, said = demo.communicate(timeout=200)
         assert demo.returncode == 130
         assert said == b""
         _, alive = psutil.wait_procs(family, timeout=30)

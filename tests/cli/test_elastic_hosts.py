@@ -61,7 +61,7 @@ def test_workers_of_the_launcher_are_lost(num_lost: int, hosts: NamedHosts, tmp_
         worker.send_signal(signal.SIGKILL)
     (tmp_path / "goes_on-8").touch()
     launched.finish(within_s=120)
-    joining.finish(within_s=60)
+    joining.finish(within_s=200)
     assert (launched.code, joining.code) == (0, 0), launched.errors + joining.errors
     alone = tmp_path / "alone"
     alone.mkdir()

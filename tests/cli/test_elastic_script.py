@@ -29,7 +29,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
     text = script.read_text()
     script.write_text(text.replace("lr=0.1", "lr=0.2"))
     edited = Launched("-m", "allstep", "join", run_dir, cwd=tmp_path)
-    edited.finish(within_s=60)
+    edited.finish(within_s=200)
     assert edited.code == 1
     assert "This worker can't join: it has script " in edited.errors
     script.write_text(text)
@@ -37,8 +37,8 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
     joining.wait_until(lambda: num_joiners(read_store(run_dir).port) == 1)
     first.send_signal(signal.SIGKILL)
     (tmp_path / "goes_on-5").touch()
-    launched.finish(within_s=120)
-    joining.finish(within_s=60)
+    launched.finish(within_s=200)
+    joining.finish(within_s=200)
     assert (launched.code, joining.code) == (0, 0), launched.errors + joining.errors
     killed = f"worker 0 (process {first.pid}) was killed by SIGKILL; the others go on"
     assert killed in launched.errors
@@ -65,7 +65,7 @@ def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
     launched.process.wait()
     (tmp_path / "goes_on-5").touch()
     for worker in workers:
-        worker.wait(timeout=60)
+        worker.wait(timeout=200)
     assert not list(tmp_path.glob("model-*"))
     assert "The store in which workers find each other is gone" in launched.process.communicate()[1]
 

@@ -375,6 +375,6 @@ def test_a_reader_that_has_ended_is_no_traceback(command):
     read, write = os.pipe()
     os.close(read)
     line = [sys.executable, "-m", "allstep", command]
-    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")

@@ -146,7 +146,7 @@ def test_real_workers_of_the_right_script(tmp_path):
         [sys.executable, "-m", "allstep", "verify", SCRIPT, *flags],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )
     assert (done.returncode, done.stderr) == (0, "")

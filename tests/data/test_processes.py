@@ -154,7 +154,7 @@ if __name__ == "__main__":
 def test_processes_end_with_a_worker_that_left_them_open(then: str, code: int, method: str) -> None:
     program = [sys.executable, "-c", PROGRAM.format(then=then, method=method)]
     root = Path(__file__).parents[2]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=root)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=200, cwd=root)
     pids = {int(pid) for pid in done.stdout.split()}
     assert len(pids) == 2
     assert wait_until_gone(pids)

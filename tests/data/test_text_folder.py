@@ -111,7 +111,7 @@ texts = [topics[name] for name in sorted(topics)[:12]]
 print(train_tokenizer(texts, {VOCAB_SIZE}), end="")
 """
         again = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
         )
         assert again.stdout == tokenizer
 

@@ -46,7 +46,7 @@ class NamedHosts:
         return ["ip", "netns", "exec", self.namespaces[host], *named, *map(str, command)]
 
     def run(self, host: int, *command: object) -> str:
-        done = subprocess.run(self.line(host, command), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(self.line(host, command), capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
