@@ -23,14 +23,9 @@ from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_recipes import small_text
-from tests.helpers.texts import check_three_workers_refused, write_topics
+from tests.helpers.texts import check_three_workers_refused
 
 Train = Callable[..., Found]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:

@@ -18,12 +18,6 @@ from tests.helpers.divided import (
     train_on,
     trainings_on,
 )
-from tests.helpers.texts import write_topics
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:

@@ -19,12 +19,7 @@ from tests.helpers.divided import (
     train_on,
 )
 from tests.helpers.processes import RemoteError
-from tests.helpers.texts import check_three_workers_refused, write_topics
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_topics(tmp_path / "texts", 4)
+from tests.helpers.texts import check_three_workers_refused
 
 
 def small(folder: Path, **changes: Any) -> Text:

@@ -16,13 +16,7 @@ from tests.helpers.divided import (
     largest_difference,
     train_on,
 )
-from tests.helpers.texts import write_topics
 from tests.recipes.test_text_experts_of_shards import average_experts
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:

@@ -14,12 +14,6 @@ from allstep import Communicator, UsageError
 from allstep.recipes.text import Text
 from tests.helpers.divided import divisible_text, keep_one_checkpoint, largest_difference, train_on
 from tests.helpers.processes import RemoteError
-from tests.helpers.texts import write_topics
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:

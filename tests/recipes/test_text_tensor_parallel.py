@@ -24,13 +24,8 @@ from tests.helpers.divided import (
     trainings_on,
 )
 from tests.helpers.processes import RemoteError
-from tests.helpers.texts import check_three_workers_refused, write_topics
+from tests.helpers.texts import check_three_workers_refused
 from tests.nn.test_tensor_parallel import leave_gradients_unsummed
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:
