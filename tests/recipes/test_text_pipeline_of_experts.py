@@ -22,7 +22,7 @@ from tests.recipes.test_text_experts_of_shards import average_experts
 def small(folder: Path, **changes: Any) -> Text:
     """Five micro-batches a global batch for two copies, and one in an epoch's last."""
     usual = {"depth": 2, "experts": 4, "capacity_factor": 1.0, "pipeline": 2, "held_out": 0.02}
-    return divisible_text(folder, **usual | {"train_share": 0.47} | changes)
+    return divisible_text(folder, **usual | {"train_share": 0.24} | changes)
 
 
 @pytest.mark.process
@@ -32,7 +32,7 @@ def test_experts_in_a_pipeline_are_the_same_model(folder: Path, tmp_path: Path) 
     recipe = small(folder, epochs=2, objective="masked")
     assert len(recipe.task(Communicator.single_process()).train_set) % 30 <= 6
     one = train_on(1, recipe, tmp_path / "one")
-    assert one[1].num_steps >= 20
+    assert one[1].num_steps >= 14
     assert one[1].metrics["dropped"] > 0.01
     four = train_on(4, recipe, tmp_path / "4")
     assert largest_difference(one, four) < 1e-10
