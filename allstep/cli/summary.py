@@ -41,6 +41,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     resume = resume_command(report.run_dir, comm.size)
     numbers = RunNumbers(
         workers=comm.size,
+        num_copies=report.num_copies,
         samples_per_s=report.samples_per_s,
         num_timed_steps=report.num_timed_steps,
         single_worker_samples_per_s=report.single_worker_samples_per_s,

@@ -22,6 +22,7 @@ class RunNumbers:
 
     Args:
         workers: how many trained together.
+        num_copies: copies of the model among which a step's micro-batches are shared out.
         samples_per_s: of all workers together.
         num_timed_steps: steps behind that number; with none of them it says little.
         single_worker_samples_per_s: of one worker with the machine to itself, if known.
@@ -34,6 +35,7 @@ class RunNumbers:
     """
 
     workers: int
+    num_copies: int
     samples_per_s: float
     num_timed_steps: int
     single_worker_samples_per_s: float | None
@@ -70,9 +72,9 @@ def next_step(numbers: RunNumbers) -> str:
         A sentence for the end of the run's summary.
 
     >>> next_step(RunNumbers(
-    ...     workers=2, samples_per_s=600, num_timed_steps=90, single_worker_samples_per_s=1000,
-    ...     data_share=0.0, exchange_share=0.6, mfu=0.1, global_batch=128, micro_batch=32,
-    ...     loader_workers=0, num_cores=2, num_gpus=0))
+    ...     workers=2, num_copies=2, samples_per_s=600, num_timed_steps=90,
+    ...     single_worker_samples_per_s=1000, data_share=0.0, exchange_share=0.6, mfu=0.1,
+    ...     global_batch=128, micro_batch=32, loader_workers=0, num_cores=2, num_gpus=0))
     "2 workers are slower than 1 here (0.6x): don't; use `--workers 1`."
     """
     cases: tuple[Callable[[RunNumbers], str | None], ...] = (
@@ -125,14 +127,15 @@ def _waits_for_data(numbers: RunNumbers) -> str | None:
 
 
 def _uneven_shares(numbers: RunNumbers) -> str | None:
-    num, workers = numbers.num_micro_batches, numbers.workers
-    most = ceil(num / workers)
-    idle = 1 - num / (workers * most)
+    num, copies = numbers.num_micro_batches, numbers.num_copies
+    most = ceil(num / copies)
+    idle = 1 - num / (copies * most)
     if idle <= IDLE_SHARE:
         return None
-    global_batch = workers * most * numbers.micro_batch
+    global_batch = copies * most * numbers.micro_batch
+    sharers = "workers" if copies == numbers.workers else "copies of the model"
     return (
-        f"a step has {num} micro-batches for {workers} workers, which idle {idle:.0%} of it:"
+        f"a step has {num} micro-batches for {copies} {sharers}, which idle {idle:.0%} of it:"
         f" try `--global-batch {global_batch}` or a smaller `--micro-batch`."
     )
 
@@ -156,7 +159,9 @@ def _idle_machine(numbers: RunNumbers) -> str | None:
     # Threads of one worker use all cores, but small kernels leave most of them waiting.
     small_kernels = workers == 1 and numbers.mfu is not None and numbers.mfu < LOW_MFU
     scales = (numbers.speed_up or 0) / workers >= GOOD_EFFICIENCY
-    more = min(2 * workers, numbers.num_cores, numbers.num_micro_batches)
+    copy_size = workers // numbers.num_copies
+    most_copies = min(2 * numbers.num_copies, numbers.num_micro_batches)
+    more = copy_size * min(most_copies, numbers.num_cores // copy_size)
     if not (small_kernels or scales) or more <= workers:
         return None
     reason = (

@@ -200,6 +200,7 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
             single_worker_samples_per_s = 1 / (seconds + wait_s)
     return RunReport(
         run_dir=run_dir,
+        num_copies=run.data_axis.size,
         num_steps=run.step,
         num_epochs=run.epoch,
         metrics=loop.metrics,

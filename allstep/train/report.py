@@ -15,6 +15,8 @@ class RunReport:
 
     Attributes:
         run_dir: where everything of the run is.
+        num_copies: copies of the model, with samples of their own; fewer than the workers where
+            several share one.
         num_steps, num_epochs: optimizer steps and whole passes done since the run's start.
         metrics: name -> mean over the test set; empty if the run was interrupted.
         totals: name -> (sum, count) behind `metrics`.
@@ -41,6 +43,7 @@ class RunReport:
     """
 
     run_dir: Path
+    num_copies: int
     num_steps: int
     num_epochs: int
     metrics: Mapping[str, float]

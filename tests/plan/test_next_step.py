@@ -6,6 +6,7 @@ from allstep.plan.next_step import RunNumbers, next_step
 
 WELL = RunNumbers(
     workers=2,
+    num_copies=2,
     samples_per_s=1800.0,
     num_timed_steps=60,
     single_worker_samples_per_s=1000.0,
@@ -63,6 +64,19 @@ WELL = RunNumbers(
             " try `--global-batch 192` or a smaller `--micro-batch`.",
         ),
         (
+            {"workers": 6, "num_copies": 2, "global_batch": 96, "samples_per_s": 5000.0},
+            "a step has 3 micro-batches for 2 copies of the model, which idle 25% of it:"
+            " try `--global-batch 128` or a smaller `--micro-batch`.",
+        ),
+        (
+            {"workers": 6, "num_copies": 2, "num_cores": 6, "samples_per_s": 5000.0},
+            "6 workers give 5.0x; scaling pays.",
+        ),
+        (
+            {"workers": 3, "num_copies": 1, "num_cores": 11, "samples_per_s": 2900.0},
+            "3 workers give 2.9x and cores are left: try `--workers 6`.",
+        ),
+        (
             {"exchange_share": 0.45},
             "45% of a step is spent waiting for the exchange:"
             " try `--global-batch 256` (more compute for each exchange) or fewer workers.",
@@ -90,7 +104,8 @@ WELL = RunNumbers(
     ],
 )
 def test_next_step_of_each_case(changes, advice):
-    assert next_step(replace(WELL, **changes)) == advice
+    numbers = {"num_copies": changes.get("workers", WELL.workers), **changes}
+    assert next_step(replace(WELL, **numbers)) == advice
 
 
 def test_next_step_takes_the_costliest_case_first():
