@@ -74,6 +74,7 @@ def divisible_text(folder: Path, **changes: Any) -> Text:
         "dropout": 0.1,
         "clip_norm": 0.2,
         "threads": 1,
+        "held_out": 0.03,
     }
     return small_text(folder, **usual | changes)
 

@@ -183,7 +183,9 @@ SMALL_RECIPES: dict[str, Callable[[Path], Any]] = {
     "text paragraphs": _text_of(
         "causal", samples="paragraphs", sequence_length=40, train_share=0.2
     ),
-    "bert": lambda folder: small_bert(write_sentences(folder / "sentences"), train_share=0.5),
+    "bert": lambda folder: small_bert(
+        write_sentences(folder / "sentences"), train_share=0.4, held_out=0.1
+    ),
     "finetune": _finetune,
     "gru": _gru,
 }

@@ -29,7 +29,7 @@ def small(folder: Path, **changes: Any) -> Text:
         "depth": 1,
         "optimizer": "sgd",
         "lr": 0.5,
-        "train_share": 0.1,
+        "train_share": 0.07,
     }
     return divisible_text(folder, **usual | changes)
 

@@ -23,7 +23,7 @@ from tests.helpers.texts import check_three_workers_refused
 
 
 def small(folder: Path, **changes: Any) -> Text:
-    usual = {"depth": 4, "train_share": 0.3, "held_out": 0.03, "pipeline": 2}
+    usual = {"depth": 4, "train_share": 0.3, "pipeline": 2}
     return divisible_text(folder, **usual | changes)
 
 

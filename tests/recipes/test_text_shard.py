@@ -25,7 +25,7 @@ def small(folder: Path, **changes: Any) -> Text:
 @pytest.mark.slow
 def test_shards_train_the_model_of_one_worker(folder: Path, tmp_path: Path) -> None:
     """With dropout, clipping and uneven micro-batches; resumed from 2 workers on 1, 2 and 3."""
-    recipe = small(folder, train_share=0.15, checkpoint_every_steps=3, keep_checkpoints=9)
+    recipe = small(folder, train_share=0.11, checkpoint_every_steps=3, keep_checkpoints=9)
     one = train_on(1, recipe, tmp_path / "one")
     two = train_on(2, recipe, tmp_path / "two")
     assert largest_difference(one, two) < 1e-10
@@ -45,7 +45,7 @@ def test_shards_train_the_model_of_one_worker(folder: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_shards_of_a_model_of_padded_paragraphs(folder: Path, tmp_path: Path) -> None:
     """Whose losses are sums over tokens, weighed by them."""
-    recipe = small(folder, train_share=0.15, samples="paragraphs", optimizer="adamw")
+    recipe = small(folder, train_share=0.11, samples="paragraphs", optimizer="adamw")
     one, three = (train_on(size, recipe, tmp_path / f"{size}") for size in (1, 3))
     assert largest_difference(one, three) < 1e-10
 
@@ -54,7 +54,7 @@ def test_shards_of_a_model_of_padded_paragraphs(folder: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path) -> None:
     """data x tensor of 2 x 2; resumed on 1 x 2, on 2 x 2, on 2 x 1 and on one worker."""
-    recipe = small(folder, train_share=0.15, checkpoint_every_steps=3, keep_checkpoints=9)
+    recipe = small(folder, train_share=0.11, checkpoint_every_steps=3, keep_checkpoints=9)
     one = train_on(1, recipe, tmp_path / "one")
     both = replace(recipe, tensor_parallel=2)
     four = train_on(4, both, tmp_path / "four")
@@ -73,7 +73,7 @@ def test_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_copies_of_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path) -> None:
     """copies x shards x tensor of 2 x 2 x 2; resumed on 2 x 2 (data x tensor)."""
-    recipe = small(folder, train_share=0.15, checkpoint_every_steps=3, keep_checkpoints=9)
+    recipe = small(folder, train_share=0.11, checkpoint_every_steps=3, keep_checkpoints=9)
     one = train_on(1, recipe, tmp_path / "one")
     both = replace(recipe, tensor_parallel=2, replicate=2)
     assert largest_difference(one, train_on(8, both, tmp_path / "run")) < 1e-10
@@ -88,7 +88,7 @@ def test_shards_beside_experts(folder: Path, tmp_path: Path) -> None:
     """On two workers and on data x tensor of 2 x 2; resumed on others, with shards or without."""
     recipe = small(
         folder,
-        train_share=0.15,
+        train_share=0.11,
         checkpoint_every_steps=3,
         keep_checkpoints=9,
         experts=4,
@@ -110,7 +110,7 @@ def test_shards_beside_experts(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.process
 def test_experts_beside_shards_in_float16(folder: Path, tmp_path: Path) -> None:
     """Refused before the first step: torch's scaler takes no DTensors together with others."""
-    recipe = small(folder, experts=4, precision="float16", train_share=0.1)
+    recipe = small(folder, experts=4, precision="float16", train_share=0.07)
     with pytest.raises(RemoteError, match=r"`precision` \(='float16'\) .* take 'bfloat16'"):
         train_on(2, recipe, tmp_path / "run")
 
@@ -131,7 +131,7 @@ def overflow(model: nn.Module) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> None:
-    recipe = small(folder, train_share=0.1)
+    recipe = small(folder, train_share=0.07)
     with pytest.raises(RemoteError, match=r"blocks\.1\.mlp\.hidden\.bias"):
         train_on(2, recipe, tmp_path / "raised", overflow)
     for size, tensor in ((2, 1), (4, 2)):

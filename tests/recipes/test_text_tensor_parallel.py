@@ -39,9 +39,9 @@ def small(folder: Path, **changes: Any) -> Text:
 @pytest.mark.process
 def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
     """data x tensor of 1x1, 2x1, 1x2, 2x2; with dropout, clipping and uneven micro-batches."""
-    recipe = small(folder, train_share=0.32)
+    recipe = small(folder, train_share=0.15)
     one = train_on(1, recipe, tmp_path / "one")
-    assert one[1].num_steps >= 8
+    assert one[1].num_steps >= 5
     undivided = replace(recipe, tensor_parallel=1)
     found = trainings_on(2, (undivided, tmp_path / "2-1"), (recipe, tmp_path / "2-2"))
     found.append(train_on(4, recipe, tmp_path / "4-2"))
@@ -54,14 +54,14 @@ def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "changes",
-    [{"samples": "paragraphs", "optimizer": "adamw"}, {"objective": "masked", "train_share": 0.15}],
+    [{"samples": "paragraphs", "optimizer": "adamw"}, {"objective": "masked", "train_share": 0.11}],
     ids=["paragraphs", "masked"],
 )
 def test_tensor_parallel_of_other_samples(
     folder: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Padded sequences of unequal lengths, weighed by tokens; and logits at some positions."""
-    recipe = small(folder, **{"depth": 1, "train_share": 0.2} | changes)
+    recipe = small(folder, **{"depth": 1, "train_share": 0.15} | changes)
     one, two = (train_on(size, recipe, tmp_path / f"{size}") for size in (1, 2))
     assert one[1].num_steps >= 4
     assert largest_difference(one, two) < 1e-10
@@ -70,7 +70,7 @@ def test_tensor_parallel_of_other_samples(
 @pytest.mark.process
 def test_workers_whose_gradients_are_a_part_do_not_save(folder: Path, tmp_path: Path) -> None:
     """The control: without the sum over the tensor axis the norms of one model part."""
-    recipe = small(folder, train_share=0.1)
+    recipe = small(folder, train_share=0.07)
     with pytest.raises((RemoteError, DisagreementError), match=r"blocks\.0\.attention_norm"):
         train_on(2, recipe, tmp_path / "run", leave_gradients_unsummed)
 
@@ -81,7 +81,7 @@ def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) 
     recipe = small(
         folder,
         depth=1,
-        train_share=0.3,
+        train_share=0.15,
         compression="exact",
         checkpoint_every_steps=3,
         keep_checkpoints=9,
@@ -101,7 +101,7 @@ def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) 
 @pytest.mark.process
 def test_exact_sums_over_the_data_axis(folder: Path, tmp_path: Path) -> None:
     """The bits of a layout depend on the tensor axis alone; without exact sums on both."""
-    recipe = small(folder, depth=1, precision="float32", train_share=0.15)
+    recipe = small(folder, depth=1, precision="float32", train_share=0.08)
     recipes = {name: replace(recipe, compression=name) for name in ("exact", "fp32")}
     bits = {}
     for size in (2, 4):
@@ -126,7 +126,7 @@ def overflow(model: nn.Module) -> None:
 
 @pytest.mark.process
 def test_one_shards_bad_gradient_is_named_on_all(folder: Path, tmp_path: Path) -> None:
-    recipe = small(folder, train_share=0.1)
+    recipe = small(folder, train_share=0.07)
     with pytest.raises(
         (RemoteError, NonfiniteGradientError), match=r"blocks\.1\.mlp\.hidden\.bias"
     ):
@@ -135,7 +135,7 @@ def test_one_shards_bad_gradient_is_named_on_all(folder: Path, tmp_path: Path) -
 
 @pytest.mark.process
 def test_one_shards_bad_gradient_skips_the_step_on_all(folder: Path, tmp_path: Path) -> None:
-    recipe = small(folder, train_share=0.1, nonfinite="skip")
+    recipe = small(folder, train_share=0.07, nonfinite="skip")
     _, report = train_on(2, recipe, tmp_path / "run", overflow)
     assert report.num_skipped == report.num_steps > 0
 

@@ -128,7 +128,7 @@ def test_sharpness_refuses_a_batch_that_is_used_up() -> None:
 def test_sharpness_loss_rise_is_half_the_trace_for_small_noise() -> None:
     """Each weight's noise has variance (sigma * rms)**2: the mean rise is half their sum with H."""
     net, sigma = make_net(), 1e-3
-    measured = measure(Communicator.single_process(), sigma=sigma, num_draws=4000, max_products=2)
+    measured = measure(Communicator.single_process(), sigma=sigma, num_draws=1000, max_products=2)
     scales = [torch.full((p.numel(),), p.square().mean().item()) for p in net.parameters()]
     expected = 0.5 * sigma**2 * (dense_hessian(net).diagonal() * torch.cat(scales)).sum().item()
     assert abs(measured.loss_rise - expected) < 4 * measured.loss_rise_error
