@@ -15,9 +15,9 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
 export PYTHONDONTWRITEBYTECODE :=
 # They share few cores: OpenMP's threads had better sleep than wait for each other awake.
-test test-gpu test-slow test-many nemesis kill-anywhere simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
+test test-gpu test-slow test-many nemesis kill-anywhere same-bits simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: train test test-gpu test-slow test-many nemesis kill-anywhere simulate fuzz lint docs clean
+.PHONY: train test test-gpu test-slow test-many nemesis kill-anywhere same-bits simulate fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
@@ -53,6 +53,14 @@ SEEDS ?= 100
 kill-anywhere: $(VENV)/test.stamp
 	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py \
 		tests/train/test_elastic_loop.py -k any_call
+
+# Whole trainings of recipes as shipped, of the same bits on any number of workers; hours.
+NUM_WORKERS ?= 2 3 4 7
+RECIPES ?= digits fashion
+same-bits: $(VENV)/test.stamp
+	scripts/install_test_packages
+	RECIPES="$(RECIPES)" NUM_WORKERS="$(NUM_WORKERS)" $(BIN)/python -m pytest --timeout 14400 \
+		tests/train/test_exact.py -k as_shipped
 
 # The same loops on simulated machines, by so many seeds: kills, stops, joins, cut networks; then with
 # checkpoints on a disk that is full or loses its power.

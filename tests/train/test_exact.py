@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from tests.helpers.compare import differing_names
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
+# `make same-bits` sets more.
+SHIPPED = os.environ.get("RECIPES", "digits").split()
+NUM_WORKERS = [int(number) for number in os.environ.get("NUM_WORKERS", "7").split()]
 TIMES = {"samples_per_s", "time"}
 Found = tuple[dict[str, Tensor], list[dict[str, Any]], dict[str, float]]
 CPU = torch.device("cpu")
@@ -59,9 +63,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*"))
 
 
-def train_digits_as_shipped(comm: Communicator, run_dir: str, resume: bool = False) -> None:
-    """As shipped, but that no checkpoint is deleted."""
-    recipe = replace(REGISTRY["digits"](), keep_checkpoints=1000)
+def train_as_shipped(comm: Communicator, name: str, run_dir: str, resume: bool = False) -> None:
+    """But that no checkpoint is deleted."""
+    recipe = replace(REGISTRY[name](), keep_checkpoints=1000)
     assert isinstance(recipe, TrainOptions)
     allstep.fit(recipe.task(comm), recipe, comm, Path(run_dir), resume=resume)
 
@@ -118,17 +122,22 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_digits_as_shipped_are_the_same_on_any_number_of_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SHIPPED)
+def test_recipes_as_shipped_are_the_same_on_any_number_of_workers(
+    name: str, tmp_path: Path
+) -> None:
     """Whole trainings, on processes, and resumed on another number half way.
 
     (Threads share the generator that dropout draws from.)
     """
-    alone, seven, half = (tmp_path / name for name in ("1", "7", "7 then 2"))
-    train_digits_as_shipped(Communicator.single_process(), str(alone))
-    run_processes(7, train_digits_as_shipped, str(seven), timeout_s=3600)
-    assert_same_run(seven, alone)
-    halved(seven, half)
-    run_processes(2, train_digits_as_shipped, str(half), True, timeout_s=3600)
+    alone, half = tmp_path / "1", tmp_path / "half"
+    train_as_shipped(Communicator.single_process(), name, str(alone))
+    for size in NUM_WORKERS:
+        run_dir = tmp_path / str(size)
+        run_processes(size, train_as_shipped, name, str(run_dir), timeout_s=7200)
+        assert_same_run(run_dir, alone)
+    halved(run_dir, half)
+    run_processes(2, train_as_shipped, name, str(half), True, timeout_s=7200)
     assert_same_run(half, alone)
 
 
