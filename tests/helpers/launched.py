@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.ports import free_port
 
-START_S = 120.0
+START_S = 280.0
 
 
 class Launched:

@@ -134,18 +134,20 @@ def train(
     return whole_state(model)
 
 
+shortly = partial(train, num_epochs=3)
+by_sgd = partial(shortly, kind=torch.optim.SGD)
 VARIANTS: dict[str, Callable[..., State]] = {
     "adamw": train,
-    "short": partial(train, num=42),  # an epoch's last global batch leaves copies without any
+    "short": partial(shortly, num=42),  # an epoch's last global batch leaves copies without any
     "lamb, weights": partial(train, kind=allstep.optim.LAMB, weighs=True),
-    "scaled": partial(train, is_scaled=True),
-    "two passes": partial(train, num_passes=2),
-    "plain": partial(train, policy=allstep.Synchronous(plain=True)),
-    "exact": partial(train, policy=EXACT, num=42),
+    "scaled": partial(shortly, is_scaled=True),
+    "two passes": partial(shortly, num_passes=2),
+    "plain": partial(shortly, policy=allstep.Synchronous(plain=True)),
+    "exact": partial(shortly, policy=EXACT, num=42),
 }
 CONTROLS: dict[str, Callable[..., State]] = {
-    "means of experts": partial(train, kind=torch.optim.SGD, spoil=average_experts),
-    "not clipped": partial(train, kind=torch.optim.SGD, clip_norm=None),
+    "means of experts": partial(by_sgd, spoil=average_experts),
+    "not clipped": partial(by_sgd, clip_norm=None),
 }
 
 
@@ -164,7 +166,7 @@ def test_experts_of_divided_layers_are_the_same_model(size: int, num_tensor: int
     """Four copies of five micro-batches: some have one, two or none, and one expert each."""
     alone = Communicator.single_process()
     expected = {name: run(alone, 1) for name, run in VARIANTS.items()}
-    of_sgd = train(alone, 1, torch.optim.SGD)
+    of_sgd = by_sgd(alone, 1)
     for found in run_processes(size, variants, num_tensor, timeout_s=400):
         for name, state in expected.items():
             assert difference(found[name], state) < 1e-10, name
