@@ -27,7 +27,7 @@ settings.register_profile(
     "allstep", deadline=None, max_examples=25, derandomize=True, database=None
 )
 settings.register_profile(  # `make test-slow`
-    "thorough", settings.get_profile("allstep"), max_examples=200
+    "thorough", settings.get_profile("allstep"), max_examples=100
 )
 settings.load_profile("allstep")
 

@@ -115,7 +115,7 @@ def test_some_programs():
 
 @pytest.mark.slow
 def test_many_programs():
-    run(200)
+    run(100)
 
 
 TRAIN = ("train", {"skipped": 0, "num_skipping": 5, "in_parts": False, "cuts": [3, 3, 9]})
