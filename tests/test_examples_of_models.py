@@ -215,6 +215,7 @@ def train_digits_asynchronously(comm: Communicator) -> tuple[float, dict[int, in
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_parameter_server_learns_and_can_be_repeated_in_a_given_order() -> None:
     (accuracy, staleness, state), (_, _, other) = run_processes(2, train_digits_asynchronously)
     assert accuracy > 0.6

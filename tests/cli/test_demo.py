@@ -218,6 +218,7 @@ class TestProcesses:
 
 
 class TestLargeBatch:
+    @pytest.mark.slow
     def test_every_line_trains(self):
         for line in LINES:
             short = {**line.fields, "epochs": 1, "warmup_epochs": 0.0}

@@ -33,11 +33,11 @@ class Faulty(Launched):
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        ("raise_in_collective", "ZeroDivisionError: on purpose"),
         ("fit_raise_in_loader", "RuntimeError: a sample that can't be read"),
         *(
             pytest.param(fault, error, marks=pytest.mark.slow)
             for fault, error in (
+                ("raise_in_collective", "ZeroDivisionError: on purpose"),
                 ("raise_everywhere", "ZeroDivisionError: on purpose"),
                 ("raise_while_peers_compute", "ZeroDivisionError: on purpose"),
                 ("raise_in_loader", "RuntimeError: a sample that can't be read"),

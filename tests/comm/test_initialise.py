@@ -491,6 +491,7 @@ def test_script_under_mpirun(package):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.skipif(mpi.LAUNCHERS["mpich"] is None, reason="mpich is not installed")
 def test_two_jobs_of_mpiexec_and_shells_between_meet_apart():
     """MPICH names no job; a worker may be some processes below mpiexec."""

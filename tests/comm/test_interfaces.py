@@ -49,6 +49,7 @@ def run_torchrun(hosts: NamedHosts, *flags: object, **environ: str) -> list[tupl
 @pytest.mark.process
 @pytest.mark.timeout(600)
 class TestTwoHosts:
+    @pytest.mark.slow
     def test_torchrun_where_host_names_are_loopback(self, hosts: NamedHosts) -> None:
         """Gloo by itself would take 127.0.1.1 (the control); rank 0 is named, too."""
         code = "import socket; print(socket.gethostbyname(socket.gethostname()))"

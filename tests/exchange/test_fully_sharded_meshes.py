@@ -182,7 +182,9 @@ def one() -> dict[str, dict[str, Tensor]]:
     return train_all(Communicator.single_process(), "")
 
 
-@pytest.mark.parametrize("kind", ["2 x 2", pytest.param("1 x 2", marks=pytest.mark.slow), "hybrid"])
+@pytest.mark.parametrize(
+    "kind", ["2 x 2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("1 x 2", "hybrid"))]
+)
 def test_fully_sharded_mesh_trains_the_model_of_one_worker(
     kind: str, one: dict[str, dict[str, Tensor]]
 ) -> None:

@@ -81,7 +81,9 @@ def filters_of(run_dir) -> list[torch.Tensor]:
     return found[1]["below"]
 
 
-@pytest.mark.parametrize(("num_workers", "data_parallel"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("num_workers", "data_parallel"), [(4, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
+)
 def test_cots_divided_net_on_divided_data_is_that_of_one_worker(
     alone, tmp_path, num_workers, data_parallel
 ):
