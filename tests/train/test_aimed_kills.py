@@ -193,8 +193,9 @@ def test_a_run_ended_at_some_moments_of_its_writing(tmp_path: Path, number: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(4))
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "first"), [*((signal.SIGKILL, first) for first in range(4)), (signal.SIGTERM, 0)]
+)
 def test_a_run_ended_at_any_moment_of_its_writing(tmp_path: Path, number: int, first: int) -> None:
     with Workers(1, lives, (tmp_path, number, slice(first, None, 4))) as workers:
         assert workers.results(timeout_s=600) == [[]]
