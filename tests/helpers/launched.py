@@ -1,5 +1,6 @@
 """A command whose whole family of processes is watched."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from tests.helpers.ports import free_port
 
 START_S = 280.0
+END_S = 10.0
 
 
 class Launched:
@@ -44,10 +46,14 @@ class Launched:
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + START_S
-        while not happened():
-            assert time.monotonic() < deadline_s, "it never happened"
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
+        try:
+            while not happened():
+                assert time.monotonic() < deadline_s, "it never happened"
+                assert self.process.poll() is None, self.process.communicate()
+                time.sleep(0.02)
+        except BaseException:
+            self._end(self._family())
+            raise
 
     def workers(self) -> list[psutil.Process]:
         """The launcher's direct children, in the order of their start."""
@@ -56,17 +62,29 @@ class Launched:
 
     def finish(self, within_s: float) -> None:
         """Waits for the end; all processes of the family must be gone by then."""
-        parent = psutil.Process(self.process.pid)
-        family = [parent, *parent.children(recursive=True)]
+        family = self._family()
         deadline_s = time.monotonic() + within_s
         try:
             self.output, self.errors = self.process.communicate(timeout=within_s)
             _, alive = psutil.wait_procs(family, timeout=max(0.5, deadline_s - time.monotonic()))
             assert not alive
         finally:
-            for process in family:
-                if process.is_running():
-                    process.kill()
+            self._end(family)
+
+    def _family(self) -> list[psutil.Process]:
+        if self.process.returncode is not None:
+            return []
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def _end(self, family: list[psutil.Process]) -> None:
+        """Kills what is left of it; a test that has failed leaves nothing to the next ones."""
+        for process in family:
+            if process.is_running():
+                process.kill()
+        if self.process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.communicate(timeout=END_S)
 
 
 def run_as_two_ranks(
