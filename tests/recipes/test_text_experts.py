@@ -69,7 +69,7 @@ def test_experts_on_any_number_of_workers(folder: Path, train: Train) -> None:
     """With dropout, clipping, dropped tokens, and an epoch's last batch of fewer micro-batches."""
     recipe = small(folder, train_share=0.2, clip_norm=0.2)
     one = train(1, recipe)
-    assert one[1].num_steps >= 8
+    assert one[1].num_steps >= 7
     assert one[1].metrics["dropped"] > 0.01
     for size in (2, 4):
         assert largest_difference(one, train(size, recipe)) < 1e-10

@@ -41,7 +41,7 @@ def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
     """data x tensor of 1x1, 2x1, 1x2, 2x2; with dropout, clipping and uneven micro-batches."""
     recipe = small(folder, train_share=0.15)
     one = train_on(1, recipe, tmp_path / "one")
-    assert one[1].num_steps >= 5
+    assert one[1].num_steps >= 4
     undivided = replace(recipe, tensor_parallel=1)
     found = trainings_on(2, (undivided, tmp_path / "2-1"), (recipe, tmp_path / "2-2"))
     found.append(train_on(4, recipe, tmp_path / "4-2"))
@@ -54,7 +54,7 @@ def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "changes",
-    [{"samples": "paragraphs", "optimizer": "adamw"}, {"objective": "masked", "train_share": 0.11}],
+    [{"samples": "paragraphs", "optimizer": "adamw"}, {"objective": "masked", "train_share": 0.13}],
     ids=["paragraphs", "masked"],
 )
 def test_tensor_parallel_of_other_samples(
