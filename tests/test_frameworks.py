@@ -146,7 +146,7 @@ def test_a_framework_trains_the_model_of_one_worker(
     assert f"mean over {num_workers} worker" in output
 
 
-@pytest.mark.parametrize("framework", ["fabric", "lightning", "accelerate", "ray"])
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
 def test_a_framework_by_itself_trains_another(
     plain_alone: dict[str, State], home: Path, framework: str
 ) -> None:

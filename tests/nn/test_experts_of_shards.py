@@ -139,7 +139,7 @@ by_sgd = partial(shortly, kind=torch.optim.SGD)
 VARIANTS: dict[str, Callable[..., State]] = {
     "adamw": train,
     "short": partial(shortly, num=42),  # an epoch's last global batch leaves copies without any
-    "lamb, weights": partial(train, kind=allstep.optim.LAMB, weighs=True),
+    "lamb, weights": partial(shortly, kind=allstep.optim.LAMB, weighs=True),
     "scaled": partial(shortly, is_scaled=True),
     "two passes": partial(shortly, num_passes=2),
     "plain": partial(shortly, policy=allstep.Synchronous(plain=True)),
@@ -161,18 +161,16 @@ def difference(found: State, expected: State) -> float:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "num_tensor"), [(2, 2), (8, 2)])
-def test_experts_of_divided_layers_are_the_same_model(size: int, num_tensor: int) -> None:
+def test_experts_of_divided_layers_are_the_same_model() -> None:
     """Four copies of five micro-batches: some have one, two or none, and one expert each."""
     alone = Communicator.single_process()
     expected = {name: run(alone, 1) for name, run in VARIANTS.items()}
     of_sgd = by_sgd(alone, 1)
-    for found in run_processes(size, variants, num_tensor, timeout_s=400):
+    for found in run_processes(8, variants, 2, timeout_s=400):
         for name, state in expected.items():
             assert difference(found[name], state) < 1e-10, name
         for name in CONTROLS:
-            if size > num_tensor or name == "not clipped":
-                assert difference(found[name], of_sgd) > 1e-6, name
+            assert difference(found[name], of_sgd) > 1e-6, name
 
 
 def kept(comm: Communicator, num_tensor: int, run_dir: Path, num_epochs: int) -> State:

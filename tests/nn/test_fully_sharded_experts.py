@@ -62,7 +62,6 @@ def variants(comm: Communicator, num_tensor: int, num_copies: int) -> dict[str, 
     ("size", "num_tensor", "num_copies"),
     [
         (2, 1, 1),
-        pytest.param(4, 2, 1, marks=pytest.mark.slow),
         pytest.param(8, 2, 2, marks=pytest.mark.slow),
     ],
 )
