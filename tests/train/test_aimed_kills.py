@@ -196,6 +196,8 @@ def test_a_run_ended_at_some_moments_of_its_writing(tmp_path: Path, number: int)
 @pytest.mark.parametrize(
     ("number", "first"), [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGTERM, 1)]
 )
-def test_a_run_ended_at_each_fourth_moment_of_its_writing(tmp_path: Path, number: int, first: int) -> None:
+def test_a_run_ended_at_each_fourth_moment_of_its_writing(
+    tmp_path: Path, number: int, first: int
+) -> None:
     with Workers(1, lives, (tmp_path, number, slice(first, None, 4))) as workers:
         assert workers.results(timeout_s=600) == [[]]
