@@ -15,16 +15,16 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
 export PYTHONDONTWRITEBYTECODE :=
 # They share few cores: OpenMP's threads had better sleep than wait for each other awake.
-test test-gpu test-slow test-many nemesis kill-anywhere same-bits simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
+test test-gpu test-slow test-long test-many nemesis kill-anywhere same-bits simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: train test test-gpu test-slow test-many nemesis kill-anywhere same-bits simulate fuzz lint docs clean
+.PHONY: train test test-gpu test-slow test-long test-many nemesis kill-anywhere same-bits simulate fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
 
 test: $(VENV)/test.stamp
 	scripts/install_test_packages
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not long" --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 # Those that need a GPU; without one they are skipped.
 test-gpu: $(VENV)/test.stamp
@@ -38,8 +38,14 @@ test-slow: $(VENV)/test.stamp
 		echo "not installed: allstep[frameworks] (pip failed); the tests that need it are skipped"
 	@$(MAKE) --no-print-directory $(VENV)/cluster_tools.stamp || \
 		echo "not installed: tests/helpers/cluster_tools.txt (pip failed); the tests that need it are skipped"
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough --timeout 2400 \
-		--numprocesses $(SLOW_TEST_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest -m "(slow or hypothesis) and not long" --hypothesis-profile thorough \
+		--timeout 2400 --numprocesses $(SLOW_TEST_PROCESSES) --dist worksteal
+
+# More variants of what the slow tests do: before a release, and after a change of what they are of.
+test-long: $(VENV)/test.stamp
+	scripts/install_test_packages
+	@$(MAKE) --no-print-directory $(VENV)/frameworks.stamp
+	$(BIN)/python -m pytest -m long --timeout 14400 --numprocesses $(SLOW_TEST_PROCESSES) --dist worksteal
 
 # Elastic trainings on two hosts of this machine, whose processes, links, disks and clocks fail, for so long;
 # from seed SEED on, and a failure says which one. Needs root.

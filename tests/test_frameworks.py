@@ -27,6 +27,7 @@ TIMEOUT_S = 600  # Ray takes half a minute to start; much more on a busy machine
 PACKAGES = {"fabric": "lightning"}  # where it is not the framework's own name
 
 State = dict[str, Tensor]
+LONG = pytest.mark.long
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
@@ -133,7 +134,11 @@ def plain_alone() -> dict[str, State]:
 
 @pytest.mark.parametrize(
     ("framework", "num_workers"),
-    [("fabric", 3), ("lightning", 3), ("accelerate", 3), ("ray", 2)],
+    [
+        *(("fabric", 3), ("lightning", 3), ("accelerate", 3), ("ray", 2)),
+        *(pytest.param(name, n, marks=LONG) for name in ("fabric", "lightning") for n in (1, 2)),
+        *(pytest.param(*case, marks=LONG) for case in (("accelerate", 2), ("ray", 1))),
+    ],
 )
 def test_a_framework_trains_the_model_of_one_worker(
     alone: State, home: Path, framework: str, num_workers: int
@@ -146,7 +151,8 @@ def test_a_framework_trains_the_model_of_one_worker(
     assert f"mean over {num_workers} worker" in output
 
 
-@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["fabric", "lightning", "accelerate", "ray"])
 def test_a_framework_by_itself_trains_another(
     plain_alone: dict[str, State], home: Path, framework: str
 ) -> None:
@@ -161,6 +167,7 @@ def test_a_framework_by_itself_trains_another(
     assert "without DDP and a framework's `setup` or `prepare`" in found["refusal"]
 
 
+@pytest.mark.long
 def test_lightning_goes_on_from_the_middle_of_an_epoch(alone: State, home: Path) -> None:
     """From its own checkpoint, by its own `ckpt_path`; on fewer workers."""
     require("lightning")

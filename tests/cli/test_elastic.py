@@ -52,7 +52,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
     assert main(["join", str(run_dir)]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 def test_one_worker_is_asked_to_end(tmp_path: Path) -> None:
     """All end after the same step; the launcher, which got no signal, says so by its code."""
@@ -67,7 +67,7 @@ def test_one_worker_is_asked_to_end(tmp_path: Path) -> None:
     assert resume in " ".join(training.output.split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 def test_ctrl_c_where_only_workers_that_joined_are_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

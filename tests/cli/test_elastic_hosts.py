@@ -45,7 +45,7 @@ def is_held(out: Path, step: int, num_workers: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.process
-@pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("num_lost", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_workers_of_the_launcher_are_lost(num_lost: int, hosts: NamedHosts, tmp_path: Path) -> None:
     """A worker of another host has joined, and goes on with the other, or alone."""
     run_dir = tmp_path / "run"

@@ -18,7 +18,7 @@ SCRIPT = Path(elastic_script.__file__)
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..., str]) -> None:
     run_dir = tmp_path / "run"
     script = shutil.copy(SCRIPT, tmp_path / "train.py")

@@ -90,7 +90,7 @@ def test_a_lone_worker_fails_with_a_plain_traceback(tmp_path):
     "fault",
     [
         "hang_in_collective",
-        pytest.param("hang_in_compute", marks=pytest.mark.slow),
+        pytest.param("hang_in_compute", marks=pytest.mark.long),
         pytest.param("hang_in_loader", marks=pytest.mark.slow),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_signal_to_one_worker_ends_the_run_with_its_exit_code(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_second_signal_ends_what_does_not_answer(tmp_path, num_workers):
     run = Faulty(num_workers, "hang_in_loader", tmp_path)
     run.pids()

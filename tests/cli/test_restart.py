@@ -117,7 +117,7 @@ def test_auto_begins_where_there_is_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_restarts_by_the_command_itself(num_workers: int, tmp_path: Path) -> None:
     """A worker is killed twice, one time more than may be: the second ends the run."""
     run_dir = tmp_path / "run"

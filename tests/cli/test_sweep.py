@@ -274,9 +274,14 @@ def undisturbed(tmp_path_factory) -> tuple[str, list[Any]]:
     return table_and_totals(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_an_ended_sweep_goes_on_to_the_same_table(number, tmp_path, undisturbed):
     ended = begun(tmp_path)
     logs = tmp_path / "s"

@@ -77,7 +77,7 @@ def test_verify_tells_amplified_rounding_from_a_mistake(name, size, gone_without
     assert rounding["divergence"]["step"] < rounding["unrelated_at"] < 100
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.skipif(not FASHION.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 def test_verify_on_the_mnist_example_at_full_size(capsys):

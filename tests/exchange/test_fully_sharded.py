@@ -170,7 +170,10 @@ def train_on(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "later_size", "global_batch"),
-    [(2, 1, 15), (2, 3, 15), (8, 2, 27)],
+    [
+        *((2, 1, 15), (2, 3, 15), (8, 2, 27)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2, 15), (3, 8, 27))),
+    ],
 )
 def test_fully_sharded_checkpoint_resumes_on_other_workers(
     size: int, later_size: int, global_batch: int, tmp_path: Path

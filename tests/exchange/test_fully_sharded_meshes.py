@@ -198,7 +198,10 @@ def one_of_nine_micro_batches() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["4 x 2", "2 x 2 x 2"])
+@pytest.mark.parametrize(
+    "kind",
+    ["2 x 2 x 2", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("4 x 2", "hybrid"))],
+)
 def test_fully_sharded_mesh_of_eight_workers(
     kind: str, one_of_nine_micro_batches: dict[str, dict[str, Tensor]]
 ) -> None:
@@ -229,9 +232,9 @@ def train_on(comm: Communicator, kind: str, run_dir: Path, num_epochs: int) -> d
 @pytest.mark.parametrize(
     ("saved_on", "others"),
     [
-        ((4, "2 x 2"), [(1, ""), (8, "2 x 2 x 2")]),
-        ((8, "2 x 2 x 2"), [(2, "1 x 2"), (4, "hybrid")]),
-        ((4, "hybrid"), [(2, "2 x 1"), (4, "2 x 2")]),
+        ((8, "2 x 2 x 2"), [(1, ""), (2, "1 x 2"), (4, "hybrid")]),
+        pytest.param((4, "2 x 2"), [(1, ""), (8, "2 x 2 x 2")], marks=pytest.mark.long),
+        pytest.param((4, "hybrid"), [(2, "2 x 1"), (4, "2 x 2")], marks=pytest.mark.long),
     ],
 )
 def test_checkpoint_of_a_fully_sharded_mesh_goes_on_on_others(

@@ -116,8 +116,20 @@ def predicted(spec: MeshSpec) -> list[int]:
         {"tensor": 2},
         {"pipeline": 2},
         {"data": 2, "shard": 2},
-        {"data": 2, "tensor": 2, "shard": 2},
         {"pipeline": 2, "tensor": 2},
+        *(
+            pytest.param(axes, marks=pytest.mark.long)
+            for axes in (
+                {"data": 4},
+                {"tensor": 4},
+                {"pipeline": 4},
+                {"data": 4, "shard": 4},
+                {"data": 4, "shard": 2},
+                {"data": 2, "tensor": 2},
+                {"data": 2, "tensor": 2, "shard": 2},
+                {"data": 2, "pipeline": 2},
+            )
+        ),
     ],
     ids=lambda axes: str(MeshSpec(**axes)),
 )

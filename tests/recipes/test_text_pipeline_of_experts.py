@@ -44,7 +44,7 @@ def test_experts_in_a_pipeline_are_the_same_model(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.long
 def test_exact_sums_of_experts_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
     """The same bits on 2x2 as on one worker; they go on from 2x2x2 in the middle of an epoch."""
     saving = {"checkpoint_every_steps": 5, "keep_checkpoints": 9}

@@ -192,12 +192,14 @@ def test_a_run_ended_at_some_moments_of_its_writing(tmp_path: Path, number: int)
         assert workers.results(timeout_s=100) == [[]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "first"), [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGTERM, 1)]
+    ("number", "first"),
+    [
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+        *(pytest.param(signal.SIGKILL, first, marks=pytest.mark.long) for first in (1, 2, 3)),
+        *(pytest.param(signal.SIGTERM, first, marks=pytest.mark.long) for first in range(4)),
+    ],
 )
-def test_a_run_ended_at_each_fourth_moment_of_its_writing(
-    tmp_path: Path, number: int, first: int
-) -> None:
+def test_a_run_ended_at_any_moment_of_its_writing(tmp_path: Path, number: int, first: int) -> None:
     with Workers(1, lives, (tmp_path, number, slice(first, None, 4))) as workers:
         assert workers.results(timeout_s=600) == [[]]

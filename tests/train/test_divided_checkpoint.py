@@ -337,7 +337,7 @@ def test_a_net_larger_than_a_worker_is_refused_by_one(tmp_path):
     assert "Cannot allocate memory" in found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 def test_a_net_larger_than_a_worker_goes_on_on_other_workers_after_a_kill_while_saving(
     tmp_path, straight

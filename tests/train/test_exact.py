@@ -120,7 +120,7 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) 
     assert other_log != log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("name", SHIPPED)
 def test_recipes_as_shipped_are_the_same_on_any_number_of_workers(

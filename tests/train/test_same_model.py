@@ -21,6 +21,7 @@ NUM_WORKERS = (1, 2, 3, 4, 5, 6)
 # Workers, loader processes of each.
 QUICK = [(1, 2), (2, 0), (3, 2)]
 SLOW = [(4, 2), (5, 0), (6, 2)]
+LONG = [(2, 2), (3, 0), (4, 0), (5, 2), (6, 0)]
 
 
 def train_with_fit(
@@ -78,7 +79,11 @@ def test_fit_gives_the_bits_of_a_loop_with_steps(reference: dict[str, dict[str, 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("num_workers", "loader_workers"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
+    ],
 )
 def test_same_model_as_processes(
     num_workers: int,

@@ -10,7 +10,7 @@ from tests.helpers.simulation.loop import same, undisturbed
 from tests.helpers.simulation.seeds import check_training
 from tests.helpers.simulation.training import Simulation
 
-NUM_SEEDS = int(os.environ.get("SEEDS", "300"))  # `make simulate` sets another
+NUM_SEEDS = int(os.environ.get("SEEDS", "200"))  # `make simulate` sets another
 _CHUNK = 50
 
 

@@ -149,7 +149,7 @@ CHECKPOINT_MUTANTS = {
 MUTANTS = {"training": TRAINING_MUTANTS, "checkpoints": CHECKPOINT_MUTANTS}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("check", "name"), [(check, name) for check, mutants in MUTANTS.items() for name in mutants]
