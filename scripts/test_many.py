@@ -38,16 +38,8 @@ def failures_in(report: Path) -> list[str]:
 def run_once(seed: int, processes: int, pytest_args: list[str], folder: Path) -> list[str] | None:
     """One run in the order of a seed; None if it left no report."""
     report = folder / f"{seed}.xml"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow and not long",
-        "--shuffle-seed",
-        str(seed),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not long"]
+    command += ["--shuffle-seed", str(seed)]
     command += ["--numprocesses", str(processes), "--dist", "worksteal", f"--junit-xml={report}"]
     result = subprocess.run([*command, *pytest_args], capture_output=True, text=True)
     (folder / f"{seed}.log").write_text(result.stdout + result.stderr)
