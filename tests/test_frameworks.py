@@ -27,7 +27,6 @@ TIMEOUT_S = 600  # Ray takes half a minute to start; much more on a busy machine
 PACKAGES = {"fabric": "lightning"}  # where it is not the framework's own name
 
 State = dict[str, Tensor]
-LONG = pytest.mark.long
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
@@ -136,8 +135,12 @@ def plain_alone() -> dict[str, State]:
     ("framework", "num_workers"),
     [
         *(("fabric", 3), ("lightning", 3), ("accelerate", 3), ("ray", 2)),
-        *(pytest.param(name, n, marks=LONG) for name in ("fabric", "lightning") for n in (1, 2)),
-        *(pytest.param(*case, marks=LONG) for case in (("accelerate", 2), ("ray", 1))),
+        *(
+            pytest.param(name, n, marks=pytest.mark.long)
+            for name in ("fabric", "lightning")
+            for n in (1, 2)
+        ),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("accelerate", 2), ("ray", 1))),
     ],
 )
 def test_a_framework_trains_the_model_of_one_worker(

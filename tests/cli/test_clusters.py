@@ -21,7 +21,6 @@ FLAGS = ("--epochs", "4", "--width", "4", "--checkpoint-every-steps", "5")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # threads of nodes that share cores wait for each other
 WAIT_S = 450.0  # more than `init` waits: a node that came too early is healed by that
 
-LONG = pytest.mark.long
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 CHECKS = {
@@ -95,7 +94,10 @@ def hosts() -> Iterator[NamedHosts]:
 @pytest.mark.net
 @pytest.mark.parametrize(
     "platform",
-    [p if p in ("aws", "kubernetes") else pytest.param(p, marks=LONG) for p in PLATFORMS],
+    [
+        *("aws", "kubernetes"),
+        *(pytest.param(p, marks=pytest.mark.long) for p in ("kubeflow", "skypilot", "dstack")),
+    ],
 )
 def test_a_training_goes_on_after_the_loss_of_a_node(
     platform: str, hosts: NamedHosts, one: Path, tmp_path: Path

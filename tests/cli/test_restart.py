@@ -91,10 +91,13 @@ def test_auto_needs_a_recipe_and_a_folder(refused: Callable[..., str]) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_torchrun_goes_on_after_a_worker_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [[], pytest.param(["--run-dir", "runs/run"], marks=pytest.mark.long)]
+)
+def test_torchrun_goes_on_after_a_worker_was_killed(tmp_path: Path, flags: list[str]) -> None:
     agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     agent += ["--max-restarts", "3", "-m", "allstep"]
-    run = Launched("-m", *agent, "train", "digits", *LONG, cwd=tmp_path)
+    run = Launched("-m", *agent, "train", "digits", *flags, *LONG, cwd=tmp_path)
     run.wait_until(lambda: bool(list(tmp_path.glob("runs/*/checkpoints/step-*"))))
     run.workers()[1].kill()
     run.finish(within_s=300)

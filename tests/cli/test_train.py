@@ -117,22 +117,26 @@ def test_workers_of_torchrun_join(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_continues_on_other_workers(tmp_path):
-    run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", 2, *LONG)
+@pytest.mark.parametrize(
+    ("number", "num_workers", "num_resumed"),
+    [(signal.SIGINT, 2, 1), pytest.param(signal.SIGTERM, 1, 2, marks=pytest.mark.long)],
+)
+def test_an_interrupted_run_continues_on_other_workers(tmp_path, number, num_workers, num_resumed):
+    run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", num_workers, *LONG)
     run.wait_until(run.trains)
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(number)
     run.finish(within_s=2 * STOP_S)
-    assert run.code == 128 + signal.SIGINT
+    assert run.code == 128 + number
     assert "Traceback" not in run.errors
     assert "the run was interrupted; continue it with `allstep train --resume run" in run.output
     numbers = report(tmp_path / "run")
-    assert numbers["interrupted"] == signal.SIGINT
+    assert numbers["interrupted"] == number
     assert 0 < numbers["num_steps"] < NUM_LONG_STEPS
     assert Path(tmp_path, numbers["checkpoint"]).name == f"step-{numbers['num_steps']:08d}"
     found = find_cause(read_states(tmp_path / "run"), read_exits(tmp_path / "run"))
-    assert (found.what, "SIGINT" in found.words) == ("signalled", True)
+    assert (found.what, signal.Signals(number).name in found.words) == ("signalled", True)
 
-    Command(tmp_path, "train", "--resume", "run", "--workers", 1).to_the_end()
+    Command(tmp_path, "train", "--resume", "run", "--workers", num_resumed).to_the_end()
     numbers = report(tmp_path / "run")
     assert numbers["interrupted"] is None
     assert numbers["num_steps"] == NUM_LONG_STEPS

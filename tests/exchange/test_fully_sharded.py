@@ -172,7 +172,10 @@ def train_on(
     ("size", "later_size", "global_batch"),
     [
         *((2, 1, 15), (2, 3, 15), (8, 2, 27)),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2, 15), (3, 8, 27))),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((2, 2, 15), (8, 3, 27), (3, 8, 27))
+        ),
     ],
 )
 def test_fully_sharded_checkpoint_resumes_on_other_workers(

@@ -63,6 +63,7 @@ def variants(comm: Communicator, num_tensor: int, num_copies: int) -> dict[str, 
     [
         (2, 1, 1),
         pytest.param(8, 2, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, 1, marks=pytest.mark.long),
         pytest.param(4, 1, 2, marks=pytest.mark.long),
         pytest.param(4, 2, 1, marks=pytest.mark.long),
     ],

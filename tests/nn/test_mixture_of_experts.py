@@ -436,11 +436,19 @@ def test_training_in_other_ways(
 @pytest.mark.parametrize(
     "options",
     [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param(
+            {"weigh": True, "kind": partial(allstep.optim.LAMB, lr=0.05)}, marks=pytest.mark.long
+        ),
         {"kind": partial(torch.optim.AdamW, lr=0.02), "num_passes": 2},
         {"clip": clip_over_all, "policy": EXACT},
+        pytest.param(
+            {"clip": clip_over_all, "policy": allstep.Synchronous(plain=True)},
+            marks=pytest.mark.long,
+        ),
         {"shares": [1, 4, 1, 0.5, 1, 1, 1, 2]},
     ],
-    ids=["adamw, two passes", "exact", "shares"],
+    ids=["momentum", "lamb, weights", "adamw, two passes", "exact", "plain", "shares"],
 )
 def test_eight_workers(options: dict[str, Any], run: Callable[..., dict[str, Tensor]]) -> None:
     """Five micro-batches a step, or three: some workers have none from the first step on."""

@@ -339,15 +339,20 @@ def test_a_net_larger_than_a_worker_is_refused_by_one(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("mesh", "dies", "later"),
+    [((1, 4), 0, [(1, 2), (1, 4)]), ((2, 2), 1, [(2, 2), (1, 2)])],
+    ids=["1x4", "2x2"],
+)
 def test_a_net_larger_than_a_worker_goes_on_on_other_workers_after_a_kill_while_saving(
-    tmp_path, straight
+    tmp_path, straight, mesh, dies, later
 ):
     """In the second of three stages, with its momentum; then to the third's end."""
     with pytest.raises(RemoteError, match="it died"):
-        trained((2, 2), tmp_path, TOTAL_STEPS, dies=1)
+        trained(mesh, tmp_path, TOTAL_STEPS, dies)
     names = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
     assert max(names) == "step-00000002"
-    for mesh, end in ((1, 2), 4), ((1, 4), TOTAL_STEPS):
-        assert trained(mesh, tmp_path, end) == pytest.approx(straight[:end], rel=1e-5)
+    for next_mesh, end in zip(later, (4, TOTAL_STEPS), strict=True):
+        assert trained(next_mesh, tmp_path, end) == pytest.approx(straight[:end], rel=1e-5)
     for one, other in pairwise(straight):  # the updates can be told
         assert abs(one - other) > 1e-4 * one

@@ -64,7 +64,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def train_as_shipped(comm: Communicator, name: str, run_dir: str, resume: bool = False) -> None:
-    """But that no checkpoint is deleted."""
+    """A recipe as shipped, but that no checkpoint is deleted."""
     recipe = replace(REGISTRY[name](), keep_checkpoints=1000)
     assert isinstance(recipe, TrainOptions)
     allstep.fit(recipe.task(comm), recipe, comm, Path(run_dir), resume=resume)

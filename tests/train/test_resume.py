@@ -21,8 +21,8 @@ from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.processes import Workers, run_processes, start_processes
 from tests.helpers.ranks import run_ranks
 
-NUM_PARTS = 2
-NUM_KILLS = 10 // NUM_PARTS
+NUM_PARTS = 4
+NUM_KILLS = 20 // NUM_PARTS
 
 
 def options_for(**changes: Any) -> TrainOptions:
@@ -79,10 +79,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
     return result
 
 
-@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_resume_after_kill_9_at_ten_instants_bit_for_bit(
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.slow if part < 2 else pytest.mark.long)
+        for part in range(NUM_PARTS)
+    ],
+)
+def test_resume_after_kill_9_at_twenty_instants_bit_for_bit(
     part: int, uninterrupted: dict[str, Tensor], tmp_path: Path
 ) -> None:
     """Kills of one or of all workers, with loader processes prefetching in every other life."""
