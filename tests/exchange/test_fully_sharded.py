@@ -132,7 +132,7 @@ def train_both(
 
 @pytest.mark.parametrize(
     ("size", "global_batch", "num_epochs"),
-    [(2, 15, 2), (3, 15, 2), pytest.param(8, 27, 5, marks=pytest.mark.slow)],
+    [(2, 15, 2), (3, 15, 2), pytest.param(8, 27, 10, marks=pytest.mark.slow)],
 )
 def test_fully_sharded_model_is_that_of_one_worker(
     size: int, global_batch: int, num_epochs: int
