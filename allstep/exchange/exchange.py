@@ -269,6 +269,8 @@ class Exchange(ABC):
         """
         if not self._is_active and self._parameters.has_changed():
             self._follow_model()
+        elif self._is_active and self._parameters.has_joined():
+            self.sync_parameters()  # before anybody watches what changes them
         if self.averaging is not None:
             self.averaging.average_if_due()  # where the optimizer's step was skipped
         self.batch.begin(step, samples, sum_factor)

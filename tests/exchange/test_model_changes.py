@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -59,6 +60,11 @@ def insert(model: nn.Sequential, step: int) -> None:
         model.insert(0, nn.Tanh())  # names move
 
 
+def reparametrize(model: nn.Sequential, step: int) -> None:
+    if step == 2:
+        weight_norm(model[0])  # one of the new parameters lies in the old one's memory
+
+
 CHANGES: dict[str, Callable[[nn.Sequential, int], None]] = {
     "frozen": freeze_for(range(2, 9)),
     "frozen before the first step": freeze_for(range(9)),
@@ -66,6 +72,7 @@ CHANGES: dict[str, Callable[[nn.Sequential, int], None]] = {
     "appended": append,
     "replaced": replace,
     "names move": insert,
+    "reparametrized": reparametrize,
 }
 
 
