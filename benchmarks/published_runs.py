@@ -453,6 +453,26 @@ def _scale_up() -> Iterator[Backcast]:
         " 1.7 and 1 billion weights taken as equal; compute alone, without what communication cost",
         source="Coates et al. 2013, abstract and press",
     )
+    cots_price, gpu_price = 20_000.0, 500.0  # of three machines; of a GTX 680
+    yield Backcast(
+        run="DistBelief v. COTS HPC",
+        what="dollars for one of COTS",
+        published=1_000_000 / cots_price,
+        predicted=1000 * (cots_price / 3 - 4 * gpu_price) / cots_price,
+        inputs="guessed",
+        guesses="a machine of DistBelief cost what one of COTS did without its GPUs, $500 each (M); a"
+        " million for 1,000, as the press said (M), is $1,000 a machine of 16 cores",
+        source="press on both (2012, 2013): $1 million (M), $20,000",
+    )
+    yield Backcast(
+        run="COTS HPC, 16 machines v. 3",
+        what="times the dollars",
+        published=100_000 / cots_price,
+        predicted=16 / 3,
+        inputs="guessed",
+        guesses="every machine costs the same; both prices are round",
+        source="press on Coates et al. 2013: $20,000 and $100,000",
+    )
     # Of forward and backward on one worker and on the busiest of 8 x 8 (model_parallel_counts.py).
     single_flop, flop, messages, sent_bytes = 6.1223e12, 1.3396e11, 409, 192_347_136
     link = read_cluster("coates-cots").inter
