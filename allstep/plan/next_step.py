@@ -57,6 +57,11 @@ class RunNumbers:
         return self.samples_per_s / self.single_worker_samples_per_s
 
     @property
+    def copy_size(self) -> int:
+        """Workers that share a copy of the model."""
+        return self.workers // self.num_copies
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a full step, over all workers."""
         return ceil(self.global_batch / self.micro_batch)
@@ -151,15 +156,15 @@ def _waits_for_exchange(numbers: RunNumbers) -> str | None:
 
 
 def _idle_machine(numbers: RunNumbers) -> str | None:
-    workers = numbers.workers
-    if workers < numbers.num_gpus:
-        return f"{numbers.num_gpus - workers} GPUs idle: try `--workers {numbers.num_gpus}`."
+    workers, copy_size = numbers.workers, numbers.copy_size
+    usable = numbers.num_gpus // copy_size * copy_size
+    if workers < usable:
+        return f"{numbers.num_gpus - workers} GPUs idle: try `--workers {usable}`."
     if numbers.num_gpus or workers >= numbers.num_cores:
         return None
     # Threads of one worker use all cores, but small kernels leave most of them waiting.
     small_kernels = workers == 1 and numbers.mfu is not None and numbers.mfu < LOW_MFU
     scales = (numbers.speed_up or 0) / workers >= GOOD_EFFICIENCY
-    copy_size = workers // numbers.num_copies
     most_copies = min(2 * numbers.num_copies, numbers.num_micro_batches)
     more = copy_size * min(most_copies, numbers.num_cores // copy_size)
     if not (small_kernels or scales) or more <= workers:

@@ -83,6 +83,14 @@ WELL = RunNumbers(
         ),
         ({"num_gpus": 8, "num_cores": 64}, "6 GPUs idle: try `--workers 8`."),
         (
+            {"workers": 3, "num_copies": 1, "num_gpus": 8, "samples_per_s": 2900.0},
+            "5 GPUs idle: try `--workers 6`.",
+        ),
+        (
+            {"workers": 6, "num_copies": 2, "num_gpus": 8, "samples_per_s": 5000.0},
+            "6 workers give 5.0x; scaling pays.",
+        ),
+        (
             {"workers": 1, "single_worker_samples_per_s": None, "mfu": 0.12},
             "1 worker reaches only 12% of the machine's peak: try `--workers 2`.",
         ),
