@@ -460,8 +460,8 @@ def _scale_up() -> Iterator[Backcast]:
         published=1_000_000 / cots_price,
         predicted=1000 * (cots_price / 3 - 4 * gpu_price) / cots_price,
         inputs="guessed",
-        guesses="a machine of DistBelief cost what one of COTS did without its GPUs, $500 each (M); a"
-        " million for 1,000, as the press said (M), is $1,000 a machine of 16 cores",
+        guesses="a machine of DistBelief cost what one of COTS did without its GPUs, $500 each (M);"
+        " a million for 1,000, as the press said (M), is $1,000 a machine of 16 cores",
         source="press on both (2012, 2013): $1 million (M), $20,000",
     )
     yield Backcast(
