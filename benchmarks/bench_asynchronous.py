@@ -4,9 +4,9 @@
     python benchmarks/bench_asynchronous.py --report          # of the runs that there are
 
 Processes of one thread train by each policy of `attach` and by a parameter server
-(examples/parameter_server.py) on a fifth of the samples (`--train-share`) for five epochs
-(`--epochs`), with as many updates of as many samples and the same rates. Every
-run that ends is a line of benchmarks/results/asynchronous.jsonl, and is not run again. Writes
+(`allstep train fashion --parameter-server`) on a fifth of the samples (`--train-share`) for five
+epochs (`--epochs`), with as many updates of as many samples and the same rates. Every run that
+ends is a line of benchmarks/results/asynchronous.jsonl, and is not run again. Writes
 bench_asynchronous.json there and docs/tables/asynchronous.md. "Lost" is the mean over the seeds of
 the difference to the synchronous run with the same seed, in points; "time" is the whole command's
 over the synchronous one's, and not in the documentation: it means something only on a machine
@@ -33,9 +33,9 @@ from rich.table import Table
 
 import allstep
 from allstep import ExchangePolicy, LocalSGD, Stale, Synchronous
+from allstep.files import write_json
 
 BASE = "synchronous"
-EXAMPLE = ROOT / "examples" / "parameter_server.py"
 DOCS = ROOT / "docs" / "tables" / "asynchronous.md"
 HEADER = ("training", "workers", "seeds", "staleness, mean", "accuracy, %", "lost, points", "time")
 
@@ -46,7 +46,7 @@ class Row:
 
     num_workers: int = 2
     policy: ExchangePolicy | None = None
-    flags: tuple[str, ...] = ()  # of the example
+    server: str = "plain"
 
 
 def rows() -> dict[str, Row]:
@@ -56,13 +56,12 @@ def rows() -> dict[str, Row]:
         "staleness 1": Row(policy=Stale()),
         "local SGD, H = 16": Row(policy=LocalSGD(sync_every=16, average_optimizer_state=True)),
     }
-    found["parameter server, in turn"] = Row(flags=("--in-turn",))  # the control
+    found["parameter server, in turn"] = Row(server="in_turn")  # the control
     for num_workers in (2, 4, 8):
         found[f"asynchronous, {num_workers}"] = Row(num_workers)
     for num_workers in (4, 8):
-        found[f"asynchronous, rate / staleness, {num_workers}"] = Row(
-            num_workers, flags=("--staleness-aware",)
-        )
+        name = f"asynchronous, rate / staleness, {num_workers}"
+        found[name] = Row(num_workers, server="staleness_aware")
     return found
 
 
@@ -70,12 +69,11 @@ def train(name: str, seed: int, epochs: int, train_share: float) -> dict[str, An
     """One run; what is kept of it."""
     row = rows()[name]
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        if row.policy is None:
-            command = [sys.executable, EXAMPLE, "--seed", seed, "--epochs", epochs]
-            command += ["--train-share", train_share, "--report", report]
-            command += row.flags
-        else:
+        report = Path(folder) / "run" / "report.json"
+        command: list[Any] = [sys.executable, "-m", "allstep", "train", "fashion"]
+        command += ["--parameter-server", row.server, "--seed", seed, "--epochs", epochs]
+        command += ["--train-share", train_share, "--run-dir", report.parent]
+        if row.policy is not None:
             command = [
                 sys.executable,
                 __file__,
@@ -84,18 +82,25 @@ def train(name: str, seed: int, epochs: int, train_share: float) -> dict[str, An
                 seed,
                 epochs,
                 train_share,
-                report,
+                folder,
             ]
         start_s = time.perf_counter()
         run_on_one_host(row.num_workers, command, timeout_s=3600)
         seconds = time.perf_counter() - start_s
         found = json.loads(report.read_text())
-    run = {"row": name, "seed": seed, "epochs": epochs, "train_share": train_share}
-    run["seconds"] = seconds
-    return run | found | {"date": circumstances()["date"]}
+    return {
+        "row": name,
+        "seed": seed,
+        "epochs": epochs,
+        "train_share": train_share,
+        "seconds": seconds,
+        "accuracy": found["metrics"]["accuracy"],
+        **({"staleness": found["staleness"]} if row.policy is None else {}),
+        "date": circumstances()["date"],
+    }
 
 
-def work(name: str, seed: int, epochs: int, train_share: float, report: Path) -> None:
+def work(name: str, seed: int, epochs: int, train_share: float, folder: Path) -> None:
     """The life of a worker that exchanges by a policy."""
     with allstep.init(device="cpu") as comm:
         policy = rows()[name].policy
@@ -107,9 +112,9 @@ def work(name: str, seed: int, epochs: int, train_share: float, report: Path) ->
             policy=policy,
             evaluate_every_epochs=epochs,
         )
-        done = allstep.fit(recipe.task(comm), recipe, comm, report.parent / "run")
+        done = allstep.fit(recipe.task(comm), recipe, comm, folder / "run")
         if comm.rank == 0:
-            report.write_text(json.dumps({"accuracy": done.metrics["accuracy"]}))
+            write_json(folder / "run" / "report.json", {"metrics": done.metrics})
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -171,8 +176,8 @@ def main() -> None:
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.worker:
-        name, seed, epochs, share, report = flags.worker
-        work(name, int(seed), int(epochs), float(share), Path(report))
+        name, seed, epochs, share, folder = flags.worker
+        work(name, int(seed), int(epochs), float(share), Path(folder))
         return
     ending = "_quick" if flags.quick else ""
     path = RESULTS / f"asynchronous{ending}.jsonl"

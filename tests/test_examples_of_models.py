@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator
-from allstep.recipes.digits import Digits
-from examples import dcgan, dynamic_net, parameter_server
+from examples import dcgan, dynamic_net
 from tests.helpers.compare import state_difference
 from tests.helpers.generators import thread_generators  # noqa: F401
-from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
 State = dict[str, Tensor]
@@ -205,21 +203,3 @@ def test_early_exit_net_counts_each_sample_once() -> None:
         for i in range(len(logits))
     ]
     torch.testing.assert_close(dynamic_net.loss_of(answers, labels), sum(by_hand) / 50)
-
-
-def train_digits_asynchronously(comm: Communicator) -> tuple[float, dict[int, int], State]:
-    recipe = Digits(epochs=6)
-    task, staleness = parameter_server.train(comm, recipe, arrivals=range(comm.size))
-    evaluate = allstep.Evaluator(task.metrics, task.test_set, comm, micro_batch=100)
-    return evaluate(task.model)["accuracy"], staleness, task.model.state_dict()
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_parameter_server_learns_and_can_be_repeated_in_a_given_order() -> None:
-    (accuracy, staleness, state), (_, _, other) = run_processes(2, train_digits_asynchronously)
-    assert accuracy > 0.6
-    assert staleness[0] == staleness[1]
-    assert state_difference(state, other) == 0
-    _, (_, _, again) = run_processes(2, train_digits_asynchronously)
-    assert state_difference(state, again) == 0

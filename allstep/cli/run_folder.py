@@ -31,13 +31,13 @@ def data_parallel(recipe: AnyRecipe) -> Recipe:
     """The recipe itself.
 
     Raises:
-        UsageError: if its workers share out the model, not the samples.
+        UsageError: if its workers don't share out the samples of each step.
     """
-    if isinstance(recipe, DividedRecipe):
+    if isinstance(recipe, DividedRecipe) or recipe.trains_itself is not None:
         raise UsageError(
-            f"Recipe `{recipe.name}` divides its model over the workers and runs as a whole: this"
-            " is for recipes whose workers share out the samples. `allstep train --resume RUN` on"
-            " a finished run repeats its test."
+            f"Recipe `{recipe.name}` {recipe.trains_itself} and runs as a whole: this is for"
+            " recipes whose workers share out the samples of each step. What a finished run came to"
+            " is in its report.json."
         )
     return recipe
 

@@ -176,10 +176,11 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
         return None
     assert num_workers is not None
     check_min_workers(options.min_workers, num_workers)
-    if isinstance(recipe, DividedRecipe) or recipe.divides_model:
+    if isinstance(recipe, DividedRecipe) or recipe.divides_model or recipe.trains_itself:
+        what = recipe.trains_itself or "divides its model"
         raise UsageError(
-            f"`elastic`: {recipe.name} divides its model, whose parts would go with a worker that"
-            " is lost; leave it out, and resume from a checkpoint."
+            f"`elastic`: {recipe.name} {what}, of which a part would go with a worker that is lost;"
+            " leave it out."
         )
     check_elastic(recipe)
     return options.min_workers
@@ -330,11 +331,12 @@ def _tell_that_it_is_finished(run_dir: Path) -> bool:
     report = run_folder.finished_report(run_dir, recipe)
     if report is None:
         return False
+    evaluation = f"To measure it again: allstep evaluate {shlex.quote(str(run_dir))}\n"
     with speaking_once():
         print(
             f"{run_dir} finished at step {report['num_steps']}, after {report['num_epochs']}"
             " epochs; its report.json is as it was.\n"
-            f"To measure it again: allstep evaluate {shlex.quote(str(run_dir))}\n"
+            f"{'' if recipe.trains_itself else evaluation}"
             "For more epochs start a new run, as the learning rate's schedule depends on them:"
             f" allstep train {recipe.name} --epochs N"
         )
@@ -442,7 +444,7 @@ def _train_recipe(
     goes_on = resume and comm.broadcast_object(run_folder.has_checkpoint(run_dir))
     if comm.rank == 0 and resume and not goes_on:
         print(f"{run_dir} has no checkpoint: training starts at its first step", flush=True)
-    if isinstance(recipe, DividedRecipe):
+    if isinstance(recipe, DividedRecipe) or recipe.trains_itself is not None:
         return recipe.run(comm, run_dir, resume=goes_on)
     # "auto", as a run that was killed early may have left its best checkpoint only
     how: bool | Literal["auto"] = "auto" if resume else False

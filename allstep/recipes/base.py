@@ -71,6 +71,24 @@ class _Named:
         """Whether a worker has a part of the model that is lost with it."""
         return False
 
+    @property
+    def trains_itself(self) -> str | None:
+        """What its `run` does that `allstep.fit` doesn't, in words; None if `fit` trains it."""
+        return None
+
+    def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
+        """Trains, or goes on from the newest checkpoint, and writes `report.json`.
+
+        Args:
+            comm: the workers; each of them must call this.
+            run_dir: the run's folder, which exists.
+            resume: go on.
+
+        Returns:
+            The exit code: 0, or 128 + the signal that ended the run after a checkpoint.
+        """
+        raise NotImplementedError(f"Recipe `{self.name}` is trained by `allstep.fit`.")
+
     def data_paths(self) -> list[Path]:
         """Files and folders that the training reads; by default all fields that are paths."""
         values = (getattr(self, field.name) for field in fields(cast(Any, self)))
@@ -97,18 +115,12 @@ class DividedRecipe(_Named, ABC):
     def divides_model(self) -> bool:
         return True
 
+    @property
+    def trains_itself(self) -> str:
+        return "divides its model over the workers"
+
     @abstractmethod
-    def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
-        """Trains, or goes on from the newest checkpoint, and writes `report.json`.
-
-        Args:
-            comm: the workers that share the model; each of them must call this.
-            run_dir: the run's folder, which exists.
-            resume: go on.
-
-        Returns:
-            The exit code: 0, or 128 + the signal that ended the run after a checkpoint.
-        """
+    def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, Task, UsageError
+from allstep.recipes import asynchronous
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier, ConvNet
 
@@ -35,6 +36,29 @@ class Fashion(Recipe):
 
     dropout: float = 0.2
     """Share of the features dropped before the classifier."""
+
+    parameter_server: asynchronous.Server | None = None
+    """Asynchronous SGD, to compare with: workers push gradients of their own samples, which are
+    applied as they come; staleness_aware divides the rate by their staleness; in_turn lets none be
+    late. By default workers are synchronous."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parameter_server is not None:
+            asynchronous.check_options(self)
+
+    @property
+    def trains_itself(self) -> str | None:
+        if self.parameter_server is None:
+            return None
+        return f"has a parameter server (`parameter_server` = {self.parameter_server})"
+
+    def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
+        """Trains by a parameter server, from the first step: there are no checkpoints."""
+        if self.parameter_server is None:
+            return super().run(comm, run_dir, resume=resume)
+        asynchronous.train(self, self.parameter_server, comm, run_dir)
+        return 0
 
     def check(self) -> None:
         """Looks for the four files."""

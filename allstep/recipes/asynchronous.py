@@ -1,0 +1,131 @@
+"""Asynchronous SGD with a parameter server, to compare with, as the recipe `fashion` has it."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+import allstep
+from allstep import Communicator, TrainOptions, UsageError
+from allstep.files import replacing, write_whole
+from allstep.recipes.base import Recipe
+
+Server = Literal["plain", "staleness_aware", "in_turn"]
+"""How gradients are applied: as they come; with the rate divided by their staleness; or of workers
+that pull and push in turn, so that none is late (the control)."""
+
+# Of the options of `allstep.fit` those that mean something here; the recipe's own all do. Sums are
+# not what a server makes, so that `compression` may be exact, as the recipe has it.
+_TAKEN = ("epochs", "global_batch", "micro_batch", "drop_last", "seed", "compression")
+
+
+def check_options(recipe: Recipe) -> None:
+    """Refuses what a parameter server has no use for.
+
+    Raises:
+        UsageError: if an option is set that would do nothing.
+    """
+    for field in fields(TrainOptions):
+        value, usual = getattr(recipe, field.name), getattr(type(recipe), field.name)
+        if field.name not in _TAKEN and value != usual:
+            raise UsageError(
+                f"`{field.name}` (={value!r}) does nothing with a parameter server, whose workers"
+                f" don't wait for each other; leave it out, or `parameter_server`."
+            )
+    if recipe.compression not in ("exact", "fp32"):
+        raise UsageError(
+            f"`compression` (={recipe.compression!r}): gradients travel to a parameter server as"
+            " they are; leave it out, or `parameter_server`."
+        )
+
+
+def train(recipe: Recipe, server: Server, comm: Communicator, run_dir: Path) -> nn.Module:
+    """Trains each worker on samples of its own; every update is of one worker's batch.
+
+    As many updates of as many samples as `allstep.fit` makes, with the same rates. Rank 0 writes
+    `model.pt`, the state dict, and `report.json`.
+
+    Args:
+        recipe: what to train.
+        server: how gradients are applied.
+        comm: the workers, on CPUs.
+        run_dir: the run's folder, which exists.
+
+    Returns:
+        The trained model, the same on every worker.
+    """
+    task = recipe.task(comm)
+    in_pairs = [rank for rank in range(comm.size) for _ in ("pull", "push")]
+    num_samples = len(task.train_set)  # type: ignore[arg-type]
+    num_scheduled = recipe.epochs * recipe.steps_per_epoch(num_samples)  # each part ends short
+    with allstep.exchange.ParameterServer(
+        task.model,
+        comm,
+        task.optimizer(task.model),
+        schedule=allstep.optim.hold(task.schedule, num_scheduled),
+        staleness_aware=server == "staleness_aware",
+        arrivals=in_pairs if server == "in_turn" else None,
+    ) as parameters:
+        num_own_updates = _train_own_samples(recipe, task, comm, parameters)
+    num_updates = comm.all_reduce(torch.tensor(num_own_updates)).item()
+    evaluate = allstep.Evaluator(task.metrics, task.test_set, comm, micro_batch=recipe.micro_batch)
+    metrics = evaluate(task.model)
+    if comm.rank == 0:
+        report = {
+            "workers": comm.size,
+            "num_steps": num_updates,
+            "num_epochs": recipe.epochs,
+            "metrics": metrics,
+            "totals": evaluate.totals,
+            "staleness": parameters.staleness,
+            "interrupted": None,
+        }
+        with replacing(run_dir / "model.pt") as draft:
+            torch.save(task.model.state_dict(), draft)
+        write_whole(run_dir / "report.json", json.dumps(report, indent=2) + "\n")
+        _show(report, run_dir)
+    return task.model
+
+
+def _train_own_samples(
+    recipe: Recipe,
+    task: allstep.Task,
+    comm: Communicator,
+    parameters: "allstep.exchange.ParameterServer",
+) -> int:
+    """Returns how many updates this worker has made."""
+    alone = Communicator.single_process()
+    exchange = allstep.attach(task.model, alone)  # adds up the worker's own micro-batches
+    own = range(comm.rank, len(task.train_set), comm.size)  # type: ignore[arg-type]
+    loader = allstep.data.loader(
+        Subset(task.train_set, own),
+        alone,
+        global_batch=recipe.global_batch,
+        micro_batch=recipe.micro_batch,
+        drop_last=recipe.drop_last,
+        seed=recipe.seed * comm.size + comm.rank,
+    )
+    num_steps = recipe.epochs * recipe.steps_per_epoch(len(own))
+    with allstep.train.Progress(num_steps, comm, unit="update of rank 0") as progress:
+        for _ in range(recipe.epochs):
+            for batch in allstep.steps(loader, exchange):
+                parameters.pull()
+                for data in batch:
+                    batch.backward(task.mean_loss(task.model, data))
+                parameters.push()
+                progress.advance(loader.step)
+    return loader.step
+
+
+def _show(report: dict[str, Any], run_dir: Path) -> None:
+    counts = report["staleness"]  # of each update of each server's parameters
+    mean = sum(late * n for late, n in counts.items()) / max(1, sum(counts.values()))
+    for name, value in report["metrics"].items():
+        print(f"{name}: {value:.4f}")
+    updates = f"{report['num_steps']} by {report['workers']} workers"
+    print(f"updates: {updates}, on average {mean:.2f} late")
+    print(f"run: {run_dir}, with model.pt")
