@@ -6,7 +6,7 @@ from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
 from io import StringIO
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -101,7 +101,7 @@ def _check(flags: Sequence[str], hints: Mapping[str, Any], prog: str) -> None:
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types that a hint allows."""
-    return get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _check_value(flag: str, name: str, value: str, kinds: Sequence[Any]) -> None:

@@ -98,6 +98,10 @@ def _train_own_samples(
     parameters: "allstep.exchange.ParameterServer",
 ) -> int:
     """Returns how many updates this worker has made."""
+    if comm.rank == 0:
+        print(
+            f"{comm.size} workers, each with samples of its own, and a parameter server", flush=True
+        )
     alone = Communicator.single_process()
     exchange = allstep.attach(task.model, alone)  # adds up the worker's own micro-batches
     own = range(comm.rank, len(task.train_set), comm.size)  # type: ignore[arg-type]

@@ -114,6 +114,7 @@ def test_an_unknown_recipe_gets_the_nearest(said, command):
         (["--epochs", "many"], "error: `epochs` (=many) must be a whole number, such as"),
         (["--lr", "fast"], "error: `lr` (=fast) must be a number, such as `--lr 0.1`."),
         (["--precision", "float8"], "error: `precision` (=float8): did you mean"),
+        (["--best-mode", "mix"], "error: `best_mode` (=mix): did you mean `min`, `max`?"),
         (["--microbatch", "4"], "`--microbatch` is no flag of `allstep train digits`; did you"),
         (["--epochs"], "error: `--epochs` needs a value"),
         (["3"], "error: `3` is no flag of `allstep train digits`"),
