@@ -148,13 +148,23 @@ class StageModules(AlongAxis, nn.ModuleDict):
         mesh: the workers.
         axis: that of the mesh along which the modules lie.
         names: of the modules of all workers, in an order that does not depend on who has them.
+        can_be_sharded: whether FSDP2 may shard each of them, as what calls them has all copies of
+            the model call them equally often.
     """
 
-    def __init__(self, mesh: Mesh[Communicator], axis: str, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh[Communicator],
+        axis: str,
+        names: Sequence[str],
+        *,
+        can_be_sharded: bool = False,
+    ) -> None:
         super().__init__()
         self.mesh = mesh
         self.axis = axis
         self.names = tuple(names)
+        self.can_be_sharded = can_be_sharded
 
 
 def stages_of(model: nn.Module) -> dict[str, StageModules]:

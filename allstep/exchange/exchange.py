@@ -313,11 +313,11 @@ class Exchange(ABC):
             sharded = self._parameters.fully_sharded
             divide_gradients([*summed, *sharded.values(), *self.divided.values()], divisor)
 
-    def begin_batch(self, num_micro_batches: int) -> None:  # noqa: B027 (few need to know)
+    def begin_batch(self, num_passes: int) -> None:  # noqa: B027 (few need to know)
         """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.
 
         Args:
-            num_micro_batches: that this worker is about to run.
+            num_passes: that this worker is about to make.
         """
 
     def begin_micro_batch(self) -> None:  # noqa: B027

@@ -1,5 +1,7 @@
 """Models that FSDP2 shards over the workers that they are attached to."""
 
+import itertools
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, divided_prefixes, fsdp_modules, stages_of
+from allstep.comm import Communicator, StageModules, divided_prefixes, fsdp_modules
 from allstep.errors import UsageError
 from allstep.exchange.fully_sharded_use import PartsInUse
 from allstep.exchange.hooks import ModuleHook, WeakHook
@@ -20,6 +22,7 @@ from allstep.torch_classes import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,18 @@ class CollectivePasses:
         for module in self._modules:
             module.set_gradient_divide_factor(1 / scale)
 
-    def begin_batch(self, num_micro_batches: int) -> None:
+    def begin_batch(self, num_passes: int) -> None:
         """A global batch begins, or an evaluation, without gradients. Collective.
 
         Args:
-            num_micro_batches: that this worker is about to run.
+            num_passes: that this worker is about to make, one for each micro-batch as a rule.
 
         Raises:
             UsageError: on all workers, if one has none, and has not run any yet.
         """
         self._calls = self._calls_by_mode[torch.is_grad_enabled()]
-        is_stuck = num_micro_batches == 0 and not self._calls
-        told = torch.tensor([num_micro_batches, is_stuck], device=self._comm.device)
+        is_stuck = num_passes == 0 and not self._calls
+        told = torch.tensor([num_passes, is_stuck], device=self._comm.device)
         most, is_any_stuck = self._comm.all_reduce(told, "max").tolist()
         if is_any_stuck and most:
             raise UsageError(
@@ -103,7 +106,7 @@ class CollectivePasses:
                 " and FSDP2 wants all workers to call the model equally often: let the first have"
                 f" at least {self._comm.size} micro-batches, one for each worker."
             )
-        self._num_missing = most - num_micro_batches
+        self._num_missing = most - num_passes
         self._is_noting = False
         self._parts.begin()
 
@@ -172,8 +175,8 @@ class FullyShardedExchange(PlainExchange):
             " gradients before anybody sees one worker's."
         )
 
-    def begin_batch(self, num_micro_batches: int) -> None:
-        self._passes.begin_batch(num_micro_batches)
+    def begin_batch(self, num_passes: int) -> None:
+        self._passes.begin_batch(num_passes)
 
     def begin_micro_batch(self) -> None:
         self._passes.begin_micro_batch()
@@ -204,9 +207,12 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
         UsageError: names what is sharded otherwise, and the cure.
     """
     modules = fsdp_modules(model)
+    stages = {n: m for n, m in model.named_modules() if isinstance(m, StageModules)}
+    for name, members in stages.items():
+        _check_stages(name, members, modules)
     if not modules:
         return
-    if "" not in modules:
+    if not stages and "" not in modules:
         raise UsageError(
             f"`model.{next(iter(modules))}` is sharded by FSDP2's `fully_shard` and `model` is not:"
             " call `fully_shard(model, mesh=...)` last, which takes the other parameters."
@@ -216,11 +222,6 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
             f"`policy` (={policy}) is for gradients that allstep exchanges, and FSDP2 sums those of"
             " a model that it has sharded: use `Synchronous()`; with a mesh whose nodes have"
             " copies, `allstep.fsdp_hook` brings formats and staleness between them."
-        )
-    if stages_of(model):
-        raise UsageError(
-            "`model` is sharded by FSDP2 and has stages on several workers, which can't be attached"
-            " together: leave one of them out."
         )
     for module in modules.values():
         module.reshard()
@@ -246,6 +247,24 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
     for name, p in parameters.items():
         assert is_dtensor(p)
         _check_mesh(name, p.device_mesh, ranks)
+
+
+def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPModule]") -> None:
+    """Either all or none of them may be sharded. Collective among the workers that have some."""
+    whole = [f"{name}.{number}" for number in stages if f"{name}.{number}" not in modules]
+    told = stages.comm.all_gather_object((whole, bool(modules)))
+    if not any(is_sharded for _, is_sharded in told):
+        return
+    if not stages.can_be_sharded:
+        raise UsageError(
+            f"`model.{name}` is sharded by FSDP2's `fully_shard`, which wants all copies of a model"
+            " to call it equally often; only a Pipeline sees to that: leave one of them out."
+        )
+    for other in itertools.chain.from_iterable(found for found, _ in told):
+        raise UsageError(
+            f"`model.{other}` is not sharded by FSDP2, and other parts of `model` are: call"
+            f" `fully_shard(stage, mesh=...)` on each of `model.{name}.values()`."
+        )
 
 
 def _check_own(name: str, p: nn.Parameter) -> None:

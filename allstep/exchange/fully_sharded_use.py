@@ -74,7 +74,7 @@ class PartsInUse:
         """
         if is_counted:
             self._used |= self._used_in_pass
-        if not self._can_send_zeros:  # all must have the same ones
+        if self._used_in_pass and not self._can_send_zeros:  # all must have the same ones
             self._calls.append(f"gradients of {sorted(self._used_in_pass)}")
         self._used_in_pass.clear()
 

@@ -14,6 +14,7 @@ from allstep.nn.mixture_of_experts import MixtureOfExperts
 from allstep.nn.mixture_of_experts import serve_others as serve_others
 from allstep.nn.mixture_of_experts import serving as serving
 from allstep.nn.pipeline import Pipeline
+from allstep.nn.pipeline import num_calls_of as num_calls_of
 from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated
 from allstep.nn.sparse_autoencoder import AutoencoderStage, SparseAutoencoder, StageTraining

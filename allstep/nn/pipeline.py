@@ -1,6 +1,8 @@
 """A model in stages on several workers, which torch's pipeline schedules keep at work together."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -15,6 +17,7 @@ from allstep.errors import UsageError
 from allstep.nn.chain import seeded
 from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words, shapes_of
 from allstep.nn.replicated import seed_at
+from allstep.torch_classes import is_dtensor
 
 if TYPE_CHECKING:  # its import takes seconds
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -96,7 +99,8 @@ class Pipeline(nn.Module):
         self._schedule = schedule
         self._parts = _parts(len(stages), comm.rank, comm.size, schedule)
         self._num_parts = comm.size * len(self._parts)
-        self.stages = StageModules(mesh, axis, [str(number) for number in range(len(stages))])
+        numbers = list(map(str, range(len(stages))))
+        self.stages = StageModules(mesh, axis, numbers, can_be_sharded=True)
         if comm.size > 1:
             mesh.device_mesh()  # which all workers make together, before a stage may want it
         seed = int(torch.randint(2**62, ()).item())
@@ -120,9 +124,23 @@ class Pipeline(nn.Module):
         return self._num_parts if self._schedule == "1f1b" else 1
 
     @property
-    def has_divided_experts(self) -> bool:
-        """Whether a stage has experts on several workers. [Note: experts in a pipeline]"""
-        return self._expert_workers is not None
+    def keeps_in_step(self) -> bool:
+        """Whether copies take equally many micro-batches. [Note: copies in step]"""
+        return self._copies_in_step is not None
+
+    @cached_property
+    def _copies_in_step(self) -> Communicator | None:
+        """The workers with the same stages, one of each copy, if they wait for each other."""
+        if self._expert_workers is not None:
+            return self._expert_workers
+        shard = next((p for p in self.stages.parameters() if is_dtensor(p)), None)
+        if shard is None:
+            return None
+        ranks = set(shard.device_mesh.mesh.flatten().tolist())
+        mesh = self.stages.mesh
+        axes = (n for n in mesh.shape if set(mesh.device_mesh()[n].mesh.tolist()) == ranks)
+        name = next(axes, None)
+        return None if name is None else mesh[name]
 
     def forward(self, *values: Tensor) -> Any:
         """What the last stage returns, on a worker that has all stages. [Note: stages]
@@ -192,10 +210,10 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Takes them through the stages, and back with gradients; `Batch.run` calls it.
 
-        [Note: experts in a pipeline] Where stages have experts on several workers, copies of the
-        model take as many micro-batches through the same schedule, so that all come to the layers
-        with experts in the same order: those with fewer repeat one, or take one of another copy's,
-        which has no loss, and in which they run their experts for the others only.
+        [Note: copies in step] Where stages have experts on several workers, or FSDP2 has sharded
+        them, copies of the model take as many micro-batches through the same schedule, so that all
+        come to the same layers in the same order: those with fewer repeat one, or take one of
+        another copy's, which has no loss, and in which they run their experts for the others only.
 
         Args:
             micro_batches: the same on all workers that share the stages.
@@ -237,19 +255,20 @@ class Pipeline(nn.Module):
         return runs
 
     def _lengthen(self, runs: list[list[int]], micro_batches: Sequence[Any]) -> list[Values]:
-        """Makes the runs as long as the longest of all copies. [Note: experts in a pipeline]
+        """Makes the runs as long as the longest of all copies. [Note: copies in step]
 
         Returns:
             The first stage's inputs of what is run for that, whose numbers follow on the others.
         """
-        if self._expert_workers is None:
+        copies = self._copies_in_step
+        if copies is None:
             return []
-        by_copy = self._expert_workers.all_gather_object([len(run) for run in runs])
+        by_copy = copies.all_gather_object([len(run) for run in runs])
         inputs = [self._micro_batches.inputs_of(data) for data in micro_batches]
         if any(by_copy) and not all(by_copy):
             root = next(rank for rank, lengths in enumerate(by_copy) if lengths)
-            given: Any = inputs[0] if self._expert_workers.rank == root else None
-            inputs = [self._expert_workers.broadcast(given, root)]
+            given: Any = inputs[0] if copies.rank == root else None
+            inputs = [copies.broadcast(given, root)]
         repeated: list[Values] = []
         for place, lengths in enumerate(zip_longest(*by_copy, fillvalue=0)):
             if place == len(runs):
@@ -274,15 +293,27 @@ class Pipeline(nn.Module):
             return
         keys = [self._key_of(numbers) for numbers in portions]
         is_new = [key not in self._schedules for key in keys]
-        if self._expert_workers is not None:  # a new schedule calls stages once more
-            by_copy = self._expert_workers.all_gather_object(is_new)
+        if self._copies_in_step is not None:  # a new schedule calls stages once more
+            by_copy = self._copies_in_step.all_gather_object(is_new)
             is_new = [any(of_copies) for of_copies in zip(*by_copy, strict=True)]
         for numbers, key, is_to_make in zip(portions, keys, is_new, strict=True):
             if is_to_make:
                 self._schedules[key] = self._new_schedule(len(numbers))
-            self._run_together(self._schedules[key], numbers)
+            with self._keeping_gradients() if is_to_make else nullcontext():
+                self._run_together(self._schedules[key], numbers)
         while len(self._schedules) > _MOST_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
+
+    @contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """Torch drops those of FSDP2's shards where a schedule finds out shapes."""
+        shards = [p for p in self.stages.parameters() if is_dtensor(p)]
+        held = [(p, p.grad) for p in shards if p.grad is not None]
+        for p, _ in held:
+            p.grad = None
+        yield
+        for p, gradient in held:
+            p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
     def _key_of(self, numbers: list[int]) -> Hashable:
         """What the schedule depends on by which these go through the stages."""
@@ -349,6 +380,11 @@ class Pipeline(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_schedules": {}}  # a copy makes its own
+
+
+def num_calls_of(model: nn.Module, num_micro_batches: int) -> int:
+    """How often a worker with so many micro-batches calls a model: a pipeline takes all at once."""
+    return 1 if isinstance(model, Pipeline) else num_micro_batches
 
 
 class _Returns(nn.Module):

@@ -55,7 +55,7 @@ class MicroBatches:
     ) -> Iterator[None]:
         """Around the run of these; their losses count with these factors.
 
-        Those of which inputs are repeated follow, and have no loss. [Note: experts in a pipeline]
+        Those of which inputs are repeated follow, and have no loss. [Note: copies in step]
         """
         self._data, self._repeated = data, repeated
         self._seeds, self._factors = seeds, factors

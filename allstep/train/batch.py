@@ -16,7 +16,7 @@ from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.optimizer_watch import attached_here
 from allstep.exchange.stragglers import WorkerTimes
-from allstep.nn import Pipeline, serve_others, serving
+from allstep.nn import Pipeline, num_calls_of, serve_others, serving
 from allstep.train.devices import to_device
 from allstep.train.elastic import LOST
 from allstep.train.elastic_loop import Elastic
@@ -141,9 +141,10 @@ class Batch:
             totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
             with _all(statistics.step(total) for statistics, total in totals):
                 self._gradients.note_earlier()
-                self._serve_others()
                 for exchange in self._exchanges:
-                    exchange.begin_batch(self._num_local_micro_batches)
+                    num_calls = num_calls_of(exchange.model, self._num_local_micro_batches)
+                    exchange.begin_batch(num_calls)
+                self._serve_others()
                 self._gradients.begin()
                 for micro_batch in self._fetch():
                     with self._running(micro_batch), self._timing():
@@ -315,7 +316,7 @@ class Batch:
             model, num = exchange.model, self._num_local_micro_batches
             begin = exchange.begin_micro_batch
             if isinstance(model, Pipeline):
-                if model.has_divided_experts and not num:
+                if model.keeps_in_step and not num:
                     with exchange.no_sync():
                         model.run((), begin_backward=begin)
             elif exchange.is_divided:

@@ -19,7 +19,7 @@ from allstep.comm import (
     stages_of,
 )
 from allstep.errors import UsageError
-from allstep.torch_classes import local_part
+from allstep.torch_classes import is_dtensor, local_part
 from allstep.train.checkpoint import check_groups, check_model_state
 from allstep.train.devices import map_tensors
 from allstep.train.dtensors import bounds_of, cut_dtensors, cut_dtensors_of_optimizer
@@ -236,10 +236,13 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
         for k, v in state.items()
         if k in shards or (isinstance(k, str) and k.startswith(owned.prefixes))
     }
-    cuts = {}
-    for n, s in shards.items():
-        p = model.get_parameter(n)
-        cuts[n] = list(p.shape), (s.dim, s.comm.rank, s.comm.size, bounds_of(p))
+    cuts: dict[str, tuple[list[int], Part]] = {}
+    for n, p in model.named_parameters():
+        if n in shards:
+            s = shards[n]
+            cuts[n] = list(p.shape), (s.dim, s.comm.rank, s.comm.size, bounds_of(p))
+        elif n in own and is_dtensor(p):
+            cuts[n] = list(p.shape), (0, 0, 1, bounds_of(p))
     by_rank = workers.all_gather_object((map_tensors(own, _described), cuts))
     whole = {key: value for key, value in state.items() if key not in own}
     for name in dict.fromkeys(chain.from_iterable(entries for entries, _ in by_rank)):

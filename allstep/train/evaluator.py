@@ -20,7 +20,7 @@ from allstep.device import has_streams
 from allstep.errors import DisagreementError, UsageError, check_integer
 from allstep.exchange.exchange import exchanges_of
 from allstep.exchange.state_sweep import tensor_checksums
-from allstep.nn import Pipeline, serve_others, serving
+from allstep.nn import Pipeline, num_calls_of, serve_others, serving
 from allstep.torch_classes import is_dtensor
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
@@ -119,10 +119,10 @@ class Evaluator:
             evaluating(model),
             closing(self._micro_batches()) as micro_batches,
         ):
-            self._serve_others(model)
             exchanges = [exchange for _, exchange in exchanges_of(model)]
             for exchange in exchanges:
-                exchange.begin_batch(len(self._part))
+                exchange.begin_batch(num_calls_of(exchange.model, len(self._part)))
+            self._serve_others(model)
             for index, data in micro_batches:
                 for exchange in exchanges:
                     exchange.begin_micro_batch()
@@ -167,7 +167,7 @@ class Evaluator:
         """Has this worker's experts at work where others have more micro-batches."""
         if not isinstance(model, Pipeline):
             serve_others(model, len(self._part))
-        elif model.has_divided_experts:
+        elif model.keeps_in_step:
             parts = self._shares.parts(len(self._cut))
             for _ in range(max(map(len, parts)) - len(self._part)):
                 model.run(())
