@@ -184,10 +184,9 @@ class Text(TokenRecipe):
 
     def _check_shard(self) -> None:
         reason = f"`shard` (={self.shard}) does"
-        others = {"compression": self.compression != "fp32", "pipeline": self.pipeline > 1}
-        for name in (name for name, is_set in others.items() if is_set):
+        if self.compression != "fp32":
             raise UsageError(
-                f"`{name}` (={getattr(self, name)!r}) is for a model that FSDP2 has not sharded,"
+                f"`compression` (={self.compression!r}) is for a model that FSDP2 has not sharded,"
                 f" and {reason}; leave one of them out."
             )
         allstep.train.check_sharded(self, reason)
@@ -310,27 +309,36 @@ class Text(TokenRecipe):
             return model
         if self.tensor_parallel > 1:
             allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
-        if self.shard and mesh["data"].size > self.replicate:
-            model.to(comm.device)
-            shard_blocks(model, self._sharding_mesh(mesh))
+        if (sharding := self._sharding_mesh(mesh)) is not None:
+            shard_blocks(model.to(comm.device), sharding)
         return model
 
-    def _sharding_mesh(self, mesh: allstep.comm.Mesh[Communicator]) -> "DeviceMesh":
-        """The workers that share out the samples; copies x shards if there are several copies."""
+    def _sharding_mesh(self, mesh: allstep.comm.Mesh[Communicator]) -> "DeviceMesh | None":
+        """The workers that share out the samples; copies x shards if there are several copies.
+
+        None if there is nothing to shard. Collective.
+        """
+        num_shards = mesh["data"].size // self.replicate
+        if not self.shard or num_shards <= 1:
+            return None
         if self.replicate == 1:
             return mesh.device_mesh()["data"]
-        num_shards = mesh["data"].size // self.replicate
-        axes = {"replicate": self.replicate, "shard": num_shards, "tensor": self.tensor_parallel}
-        return mesh.comm.mesh(**axes).device_mesh()["replicate", "shard"]
+        others = {name: length for name, length in mesh.shape.items() if name != "data"}
+        axes = mesh.comm.mesh(replicate=self.replicate, shard=num_shards, **others)
+        return axes.device_mesh()["replicate", "shard"]
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
         """A stage for each block, so that any number of workers draws the same."""
         mesh, is_divided = self._mesh(comm), comm.size > 1 and self.tensor_parallel > 1
-        experts = self._experts(mesh["data"])
+        experts, sharding = self._experts(mesh["data"]), self._sharding_mesh(mesh)
 
         def make(number: int) -> nn.Module:
             stage = TransformerStage(self._config, number, experts)
-            return stage.divide(mesh) if is_divided else stage
+            if is_divided:
+                stage.divide(mesh)
+            if sharding is not None:
+                shard_blocks(stage.to(comm.device), sharding)
+            return stage
 
         return allstep.nn.Pipeline(
             [partial(make, number) for number in range(self.depth)],

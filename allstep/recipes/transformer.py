@@ -296,20 +296,20 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
     return plan
 
 
-def shard_blocks(model: Transformer, mesh: "DeviceMesh") -> None:
+def shard_blocks(model: nn.Module, mesh: "DeviceMesh") -> None:
     """Shards each block for itself by FSDP2, so that one is whole at a time, and the rest together.
 
     Experts stay on the worker that has them.
 
     Args:
-        model: on its device.
+        model: a transformer or a stage of one, on its device.
         mesh: of the workers that share out the samples, shards or copies x shards.
     """
     from torch.distributed.fsdp import fully_shard
 
     mixtures = [m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts)]
     own = {p for mixture in mixtures for p in mixture.experts.parameters()}
-    for module in (*model.blocks, model):
+    for module in (*(m for m in model.modules() if isinstance(m, _Block)), model):
         fully_shard(module, mesh=mesh, ignored_params=own)
 
 
