@@ -105,6 +105,9 @@ class PartsInUse:
 
     def _note_call(self, name: str, module: nn.Module, _: object) -> None:
         """FSDP2 has gathered the module's parameters, in tensors that it keeps for later calls."""
+        # A parameter that autocast has cast in an earlier micro-batch would get its gradient after
+        # FSDP2 has sent those of this one: backward passes go from new nodes to old ones.
+        torch.clear_autocast_cache()
         if not self._has_begun:
             return
         self._calls.append(name or type(module).__name__)

@@ -115,7 +115,8 @@ def memory_of(
     """
     if shard > 1 and pipeline > 1:
         raise UsageError(
-            f"`shard` (={shard}) and `pipeline` (={pipeline}) don't go together: leave one out."
+            f"`shard` (={shard}) with `pipeline` (={pipeline}): the memory of sharded stages is not"
+            " predicted; leave one of them out."
         )
     if shard > 1:
         return _sharded_memory(micro, transformer, tensor, states_per_param, shard)

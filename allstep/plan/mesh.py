@@ -39,8 +39,8 @@ class MeshSpec:
             return
         if self.pipeline > 1:
             raise UsageError(
-                f"`shard` (={self.shard}) and `pipeline` (={self.pipeline}) don't go together:"
-                " leave one of them out."
+                f"`shard` (={self.shard}) with `pipeline` (={self.pipeline}): a step of sharded"
+                " stages can be trained, but is not predicted; leave one of them out."
             )
         if self.data % self.shard:
             raise UsageError(f"`shard` (={self.shard}) must divide `data` (={self.data}).")

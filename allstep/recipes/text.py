@@ -92,8 +92,8 @@ class Text(TokenRecipe):
     shard: bool = False
     """Shard parameters, gradients and the optimizer's state by torch's FSDP2, which gathers a
     block's when it computes, over the workers that share out the samples: all, or beside
-    `tensor_parallel` those with the same part. Experts stay on the worker that has them. A single
-    worker has all of them whatever this is."""
+    `tensor_parallel` and `pipeline` those with the same part. Experts stay on the worker that has
+    them. A single worker has all of them whatever this is."""
 
     replicate: int = 1
     """Copies of the shards (HSDP): of the workers that share out the samples neighbours have one

@@ -189,6 +189,43 @@ def test_fully_sharded_checkpoint_resumes_on_other_workers(
         assert_same(found, later)
 
 
+# -- mixed precision ---------------------------------------------------------------------------
+
+
+def train_in_bfloat16(comm: Communicator, is_sharded: bool, keeps_casts: bool) -> dict[str, Tensor]:
+    """All micro-batches of a global batch in one context, which remembers cast parameters."""
+    if keeps_casts:
+        torch.clear_autocast_cache = lambda: None
+    model = make_model().float()
+    if is_sharded:
+        shard(model, comm)
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = allstep.data.loader(
+        samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=5
+    )
+    for batch in allstep.steps(loader, exchange):
+        with torch.autocast("cpu", torch.bfloat16):
+            for x, y in batch:
+                batch.backward(F.cross_entropy(model(x.float()).float(), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(whole_state(model))
+
+
+def train_each_in_bfloat16(comm: Communicator, is_sharded: bool) -> list[dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    return [train_in_bfloat16(comm, is_sharded, keeps_casts) for keeps_casts in (False, True)]
+
+
+def test_autocast_around_several_micro_batches() -> None:
+    """The control keeps what was cast in an earlier one, whose gradients FSDP2 leaves behind."""
+    [(expected, _)] = run_processes(1, train_each_in_bfloat16, False)
+    for found, spoilt in run_processes(2, train_each_in_bfloat16, True):
+        assert not differs(found, expected, by=1e-6)
+        assert differs(spoilt, expected, by=1e-3)
+
+
 # -- gradients that are not finite -------------------------------------------------------------
 
 

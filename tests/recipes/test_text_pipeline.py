@@ -109,7 +109,6 @@ def test_one_stages_bad_gradient_is_named_on_all(folder: Path, tmp_path: Path) -
     [
         ({"pipeline": 0}, r"`pipeline` \(=0\) must be at least 1"),
         ({"pipeline": 3}, r"`depth` \(=4\) must be a multiple of `pipeline` \(=3\)"),
-        ({"experts": 4, "shard": True}, r"`pipeline` \(=2\) is for a model that FSDP2 has not"),
         ({"experts": 4, "sync_every": 2}, r"`sync_every` \(=2\) is for models that are whole"),
         ({"samples": "paragraphs"}, r"`samples` \(='paragraphs'\) have another length in each"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),

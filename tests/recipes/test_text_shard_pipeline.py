@@ -1,4 +1,4 @@
-"""`text` in a pipeline whose stages FSDP2 shards, data x pipeline x tensor: the run of one worker."""
+"""`text` in a pipeline of stages that FSDP2 shards, also beside tensor parallelism and experts."""
 
 import shutil
 from dataclasses import replace
@@ -50,6 +50,17 @@ def test_sharded_stages_beside_tensor_parallelism_and_experts(folder: Path, tmp_
     assert one[1].metrics["dropped"] > 0.01
     eight = train_on(8, replace(recipe, tensor_parallel=2), tmp_path / "eight")
     assert largest_difference(one, eight) < 1e-10
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_float16_of_sharded_stages(folder: Path, tmp_path: Path) -> None:
+    """All micro-batches are in one context of autocast; float32 is the control."""
+    recipe = small(folder, precision="float16", optimizer="sgd", lr=0.5)
+    one = train_on(1, recipe, tmp_path / "one")
+    assert largest_difference(one, train_on(4, recipe, tmp_path / "four")) < 2e-3
+    float32 = train_on(1, replace(recipe, precision="float32"), tmp_path / "float32")
+    assert largest_difference(one, float32) > 0.02
 
 
 @pytest.mark.process

@@ -1,0 +1,172 @@
+"""Stages of a pipeline that FSDP2 shards over the copies: the model of one process."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.comm import fsdp_modules
+from allstep.nn import Chain, ChainPart, Pipeline
+from tests.helpers.divided import whole_state
+from tests.helpers.messages import check_messages
+from tests.helpers.processes import run_processes
+from tests.nn.test_pipeline import (
+    Maker,
+    Trained,
+    assert_other,
+    assert_same,
+    counted_error,
+    counts_of,
+    inputs_of,
+    makers,
+    mean_error,
+    plainly,
+    train,
+)
+
+pytestmark = pytest.mark.process
+
+SGD = partial(torch.optim.SGD, momentum=0.9)
+
+
+class Forgetful(Pipeline):
+    """Loses what a global batch has added up when a schedule finds out shapes."""
+
+    _keeping_gradients = nullcontext  # type: ignore[assignment]
+
+
+def make(
+    comm: Communicator,
+    num_data: int,
+    schedule: str,
+    stages: Sequence[Maker],
+    *,
+    pipeline: type[Pipeline] = Pipeline,
+    weighed: bool = False,
+) -> tuple[Pipeline, Communicator]:
+    """Each layer is sharded for itself, and with the rest of its stage."""
+    mesh = comm.mesh(data=num_data, pipeline=comm.size // num_data)
+    of_loss: dict[str, Any] = {"loss": mean_error}
+    if weighed:
+        of_loss = {"loss": counted_error, "weight": counts_of}
+    torch.manual_seed(0)
+    model = pipeline(stages, mesh, inputs=inputs_of, schedule=schedule, **of_loss)
+    for stage in model.stages.values():
+        fully_shard(stage.linear, mesh=mesh.device_mesh()["data"])
+        fully_shard(stage, mesh=mesh.device_mesh()["data"])
+    return model, mesh["data"]
+
+
+def trained(
+    comm: Communicator,
+    num_data: int,
+    schedule: str = "1f1b",
+    *,
+    is_frozen: bool = False,
+    weighed: bool = False,
+    pipeline: type[Pipeline] = Pipeline,
+    is_mean: bool = False,
+    num: int = 46,
+    **options: Any,
+) -> Trained:
+    """Twenty steps; with `is_mean` FSDP2 takes the mean over the workers, as it does alone."""
+    stages = makers(is_frozen)
+    model, data = make(comm, num_data, schedule, stages, pipeline=pipeline, weighed=weighed)
+    if is_mean:
+        for module in fsdp_modules(model).values():
+            module.set_gradient_divide_factor = lambda factor: None  # type: ignore[method-assign]
+    found = train(model, data, lambda batch: batch.run(model), num, **options)
+    return found._replace(state=whole_state(model))
+
+
+# Of the last one's short global batches copies have no micro-batch.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipped means": ("1f1b", {"clip_norm": 0.3, "kind": SGD}),
+    "sums": ("interleaved", {"weighed": True}),
+    "frozen": ("gpipe", {"is_frozen": True, "num": 42}),
+}
+
+
+def variants(comm: Communicator, num_data: int) -> dict[str, Trained]:
+    """What is trained on a mesh, in one start of its processes."""
+    return {
+        name: trained(comm, num_data, schedule, **options)
+        for name, (schedule, options) in VARIANTS.items()
+    }
+
+
+def expected_of(options: dict[str, Any]) -> Trained:
+    """What one process comes to without a pipeline."""
+    options = {"stages": makers(options.get("is_frozen", False)), **options}
+    options.pop("is_frozen", None)
+    return plainly(**options)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_data"),
+    [
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.long),
+    ],
+)
+def test_sharded_stages_are_the_same_model(size: int, num_data: int) -> None:
+    found = run_processes(size, variants, num_data, timeout_s=240)
+    for name, (_, options) in VARIANTS.items():
+        for of_worker in found:
+            assert_same(of_worker[name], expected_of(options))
+
+
+def controls(comm: Communicator) -> dict[str, Trained]:
+    options = {"clip_norm": 0.3, "kind": SGD}
+    return {
+        "mean": trained(comm, 2, is_mean=True, kind=SGD),
+        "forgetful": trained(comm, 1, pipeline=Forgetful, **options),
+    }
+
+
+def test_controls() -> None:
+    """FSDP2's own mean, and gradients that torch drops in the middle of a batch."""
+    [found, _] = run_processes(2, controls)
+    assert_other(found["mean"], expected_of({"kind": SGD}))
+    assert_other(found["forgetful"], expected_of({"clip_norm": 0.3, "kind": SGD}))
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(UsageError) as error:
+        call()
+    return str(error.value)
+
+
+def refusals(comm: Communicator) -> dict[str, str]:
+    mesh = comm.mesh(data=1, pipeline=2)
+    data = mesh["data"]
+    model = Pipeline(makers(), mesh, loss=mean_error, inputs=inputs_of)
+    if comm.rank == 1:  # the other one has sharded nothing, and is told, too
+        fully_shard(model.stages["2"], mesh=mesh.device_mesh()["data"])
+    found = {"some": refused(lambda: allstep.attach(model, data))}
+    parts = [
+        ChainPart("first", lambda: nn.Linear(2, 2), 0, ("x",), ("h",)),
+        ChainPart("second", lambda: nn.Linear(2, 2), 1, ("h",), ("y",)),
+    ]
+    chain = Chain(parts, comm.mesh(data=1, model=2), inputs=("x",), outputs=("y",))
+    for part in chain.parts.values():
+        fully_shard(part, mesh=mesh.device_mesh()["data"])
+    chain_data = chain.parts.mesh["data"]
+    return {**found, "chain": refused(lambda: allstep.attach(chain, chain_data))}
+
+
+def test_what_sharded_stages_refuse() -> None:
+    words = {
+        "some": "`model.stages.0` is not sharded by FSDP2, and other parts of `model` are",
+        "chain": "only a Pipeline sees to that",
+    }
+    for found in run_processes(2, refusals):
+        check_messages(found, words)
