@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -128,13 +127,13 @@ class Pipeline(nn.Module):
         """Whether copies take equally many micro-batches. [Note: copies in step]"""
         return self._copies_in_step is not None
 
-    @cached_property
+    @property
     def _copies_in_step(self) -> Communicator | None:
         """The workers with the same stages, one of each copy, if they wait for each other."""
         if self._expert_workers is not None:
             return self._expert_workers
         shard = next((p for p in self.stages.parameters() if is_dtensor(p)), None)
-        if shard is None:
+        if shard is None or shard.device_mesh.size() == 1:
             return None
         ranks = set(shard.device_mesh.mesh.flatten().tolist())
         mesh = self.stages.mesh
@@ -149,9 +148,10 @@ class Pipeline(nn.Module):
             values: what the first stage takes.
 
         Raises:
-            UsageError: on several workers, of which each has some of the stages.
+            UsageError: on several workers, of which each has some of the stages, or where copies
+                keep in step.
         """
-        if self._comm.size > 1:
+        if self._comm.size > 1 or self.keeps_in_step:
             raise UsageError(
                 "A Pipeline is not called: `batch.run(model)` runs all micro-batches of one item of"
                 " `steps`, `model.evaluate(micro_batches)` gives losses without gradients, and"
@@ -187,7 +187,7 @@ class Pipeline(nn.Module):
         Returns:
             Its result. Call `eval()` before and `train()` after it, as for any module.
         """
-        if self._comm.size == 1:
+        if self._comm.size == 1 and not self.keeps_in_step:
             return function(self, micro_batch)
         found: list[T] = []
 

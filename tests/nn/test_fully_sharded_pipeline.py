@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import allstep
@@ -28,6 +28,7 @@ from tests.nn.test_pipeline import (
     makers,
     mean_error,
     plainly,
+    samples,
     train,
 )
 
@@ -137,6 +138,32 @@ def test_controls() -> None:
     [found, _] = run_processes(2, controls)
     assert_other(found["mean"], expected_of({"kind": SGD}))
     assert_other(found["forgetful"], expected_of({"clip_norm": 0.3, "kind": SGD}))
+
+
+def squared_sums(model: nn.Module, data: Sequence[Tensor]) -> dict[str, Any]:
+    y = model(*inputs_of(data))
+    return {"squares": (y.square().sum(), len(y))}
+
+
+def evaluated(comm: Communicator) -> tuple[float, bool]:
+    """Three micro-batches for two copies, of one worker each; and whether a call is refused."""
+    model, data = make(comm, comm.size, "1f1b", makers())
+    exchange = allstep.attach(model, data)
+    evaluator = allstep.Evaluator(
+        lambda model, batch: model.measure(squared_sums, batch), samples(11), data, micro_batch=4
+    )
+    mean = evaluator(model)["squares"]
+    is_refused = False
+    if comm.size > 1:
+        is_refused = "is not called" in refused(lambda: model(*inputs_of(samples(1)[:])))
+    exchange.detach()
+    return mean, is_refused
+
+
+def test_evaluation_with_unequally_many_micro_batches() -> None:
+    [(expected, _)] = run_processes(1, evaluated)
+    for mean, is_refused in run_processes(2, evaluated):
+        assert mean == pytest.approx(expected, rel=1e-12) and is_refused
 
 
 def refused(call: Callable[[], object]) -> str:
