@@ -185,7 +185,8 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
             schedule = "1f1b" if found.question.stages_per_worker == 1 else "interleaved"
             code = f'allstep.nn.Pipeline(..., schedule="{schedule}"), {code}'
         if mesh.shard > 1:
-            code = f"torch's fully_shard over {mesh.shard} workers along `data`, {code}"
+            what = " of each stage" if mesh.pipeline > 1 else ""
+            code = f"torch's fully_shard{what} over {mesh.shard} workers along `data`, {code}"
         console.print(f"[bold]in code:[/] {escape(code)}", soft_wrap=True)
 
 

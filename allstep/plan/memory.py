@@ -26,7 +26,7 @@ whole what a pass needs at a time: the rest r all the time, a block B that compu
 that is gathered, and gradients of a block or of the rest that are summed, with a copy of them on
 their way:
 
-    parameters     (n / s + r + 2 B) b
+    parameters     (n / s + r + 2 B) b        (r + B in a pipeline, which gathers none before)
     gradients      (n / s + 2 max(r, B)) b
     optimizer      k n b / s
 
@@ -39,7 +39,6 @@ most.
 
 from dataclasses import dataclass
 
-from allstep.errors import UsageError
 from allstep.plan.pipeline import PipelineSpec
 from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import Workload
@@ -95,13 +94,13 @@ def memory_of(
         pipeline: workers that have some of the blocks each.
         stages_per_worker: of the pipeline; above 1 its schedule is the interleaved one.
         num_micro_batches: of a copy in a step.
-        shard: workers over which FSDP2 shards what each of them has, if there is no pipeline.
+        shard: workers over which FSDP2 shards what each of them has.
 
     Returns:
         Its bytes.
 
     Raises:
-        UsageError: if there are fewer blocks than stages, or shards of stages.
+        UsageError: if there are fewer blocks than stages.
 
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
@@ -113,19 +112,12 @@ def memory_of(
     >>> f"{memory_of(micro, small, shard=4).total / 1e6:.1f} MB"
     '73.5 MB'
     """
-    if shard > 1 and pipeline > 1:
-        raise UsageError(
-            f"`shard` (={shard}) with `pipeline` (={pipeline}): the memory of sharded stages is not"
-            " predicted; leave one of them out."
-        )
-    if shard > 1:
-        return _sharded_memory(micro, transformer, tensor, states_per_param, shard)
     stages = PipelineSpec(
         transformer=transformer,
         num_workers=pipeline,
         stages_per_worker=stages_per_worker if pipeline > 1 else 1,
     )
-    found = memory_of_workers(micro, stages, tensor, states_per_param, num_micro_batches)
+    found = memory_of_workers(micro, stages, tensor, states_per_param, num_micro_batches, shard)
     return max(found, key=lambda memory: memory.total)
 
 
@@ -135,6 +127,7 @@ def memory_of_workers(
     tensor: int,
     states_per_param: float,
     num_micro_batches: int,
+    shard: int = 1,
 ) -> list[Memory]:
     """What each worker of a pipeline needs; arguments as of `memory_of`."""
     transformer = stages.transformer
@@ -149,29 +142,22 @@ def memory_of_workers(
         num_received = num_micro_batches * (2 * stages.stages_per_worker - is_first - is_last)
         num_bytes = num_params * micro.element_bytes
         numbers = in_flight * kept + num_received * transformer.width
-        found.append(
-            Memory(
-                parameters=num_bytes,
-                gradients=num_bytes,
-                optimizer=round(states_per_param * num_bytes),
-                activations=round(activation_bytes * numbers),
-            )
+        whole = Memory(
+            parameters=num_bytes,
+            gradients=num_bytes,
+            optimizer=round(states_per_param * num_bytes),
+            activations=round(activation_bytes * numbers),
         )
+        block = transformer.block_params(tensor) * micro.element_bytes
+        rest, num_gathered = num_bytes - stages.depths[worker] * block, 1 + (is_first and is_last)
+        found.append(whole if shard == 1 else _shard_of(whole, shard, block, rest, num_gathered))
     return found
 
 
-def _sharded_memory(
-    micro: Workload,
-    transformer: TransformerSpec,
-    tensor: int,
-    states_per_param: float,
-    shard: int,
-) -> Memory:
-    whole = memory_of(micro, transformer, tensor, states_per_param)
-    block = transformer.block_params(tensor) * micro.element_bytes
-    rest = whole.parameters - transformer.depth * block
+def _shard_of(whole: Memory, shard: int, block: int, rest: int, num_gathered: int) -> Memory:
+    """What a worker needs of states that are sharded; blocks are gathered, and the rest."""
     return Memory(
-        parameters=whole.parameters // shard + rest + 2 * block,
+        parameters=whole.parameters // shard + rest + num_gathered * block,
         gradients=whole.gradients // shard + 2 * max(rest, block),
         optimizer=whole.optimizer // shard,
         activations=whole.activations,

@@ -37,11 +37,6 @@ class MeshSpec:
             check_integer(name, getattr(self, name))
         if self.shard == 1:
             return
-        if self.pipeline > 1:
-            raise UsageError(
-                f"`shard` (={self.shard}) with `pipeline` (={self.pipeline}): a step of sharded"
-                " stages can be trained, but is not predicted; leave one of them out."
-            )
         if self.data % self.shard:
             raise UsageError(f"`shard` (={self.shard}) must divide `data` (={self.data}).")
 
@@ -54,7 +49,7 @@ class MeshSpec:
     def all_of(cls, num_workers: int, longest_pipeline: int = 1) -> "list[MeshSpec]":
         """Every mesh of so many workers, the least divided first.
 
-        Sharded are those without a pipeline, over all of `data`.
+        Each with several copies also sharded over all of `data`.
 
         >>> print(*MeshSpec.all_of(4))
         data=4,tensor=1 data=4,tensor=1,shard=4 data=2,tensor=2 data=2,tensor=2,shard=2
@@ -71,7 +66,7 @@ class MeshSpec:
         return [
             mesh if shard == 1 else replace(mesh, shard=shard)
             for mesh in whole
-            for shard in ((1,) if mesh.pipeline > 1 else sorted({1, mesh.data}))
+            for shard in sorted({1, mesh.data})
         ]
 
     @property

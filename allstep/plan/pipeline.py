@@ -24,6 +24,7 @@ The first worker ends last; its gradients are exchanged after its last backward 
 Source: Narayanan et al., 2021, arXiv:2104.04473, section 2.2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from allstep.errors import UsageError
@@ -112,6 +113,8 @@ class PipelineSpec:
         tensor: int = 1,
         all_reduce_s: float = 0.0,
         message_s: float = 0.0,
+        shard: int = 1,
+        sharded_waits: Callable[[int], tuple[float, float]] = lambda num_params: (0.0, 0.0),
     ) -> "CopyStep":
         """A step of all workers of a copy, as the first one of them sees it.
 
@@ -121,6 +124,9 @@ class PipelineSpec:
             tensor: workers that share each layer.
             all_reduce_s: seconds of the sum of a micro-batch's activations over them.
             message_s: seconds of a micro-batch's activations between neighbours.
+            shard: workers over which FSDP2 shards the stages.
+            sharded_waits: a worker's parameters -> seconds for which it then waits in a
+                micro-batch, forward and backward. [Note: sharded step]
 
         Returns:
             What is computed and waited for; the exchange of gradients isn't in it.
@@ -137,6 +143,10 @@ class PipelineSpec:
         self.check_micro_batches(num_micro_batches)
         forward_s = self._stages_s(micro.forward_s, micro.num_params, tensor, all_reduce_s)
         backward_s = self._stages_s(micro.backward_s, micro.num_params, tensor, all_reduce_s)
+        local_params = self.local_params(micro.num_params, tensor)
+        sharding_s = [sharded_waits(num_params) for num_params in local_params]
+        forward_s = [s + wait_s for s, (wait_s, _) in zip(forward_s, sharding_s, strict=True)]
+        backward_s = [s + wait_s for s, (_, wait_s) in zip(backward_s, sharding_s, strict=True)]
         stages_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
         p, v, m = self.num_workers, self.stages_per_worker, num_micro_batches
         messages_s = 2 * message_s * (1 - 1 / (v * p))  # of a turn
@@ -145,7 +155,7 @@ class PipelineSpec:
         bubble_s = sum(turns_s) - max(turns_s)
         busiest = stages_s.index(max(stages_s))
         waits_s = 2 * self._waits_s(busiest, all_reduce_s) + v * messages_s
-        num_params = self.local_params(micro.num_params, tensor)[0]
+        num_params = local_params[0]
         last_s = backward_s[0] / v
         return CopyStep(
             workload=replace(
@@ -154,12 +164,13 @@ class PipelineSpec:
                 forward_s=busy_s + bubble_s - last_s,
                 backward_s=last_s,
                 ready=((0.0, 1.0), (1.0, 1.0)),
-                optimizer_s=micro.optimizer_s * num_params / micro.num_params,
+                optimizer_s=micro.optimizer_s * num_params / micro.num_params / shard,
                 num_samples=m * micro.num_samples,
                 gradients=scaled_gradients(micro.gradients, num_params),
             ),
             bubble_s=bubble_s,
             activations_s=m * waits_s,
+            sharding_s=m * sum(sharding_s[busiest]),
         )
 
     def _stages_s(

@@ -9,7 +9,7 @@ from allstep.plan.cost import bucket_cost
 from allstep.plan.mesh import MeshSpec
 from allstep.plan.pipeline import CopyStep, PipelineSpec
 from allstep.plan.policies import MIB, PolicySpec
-from allstep.plan.sharding import sharded_step
+from allstep.plan.sharding import sharded_step, sharded_waits
 from allstep.plan.simulate import StepReport, simulate
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.transformer import TransformerSpec
@@ -264,6 +264,8 @@ def _copy_step(
         tensor=mesh.tensor,
         all_reduce_s=all_reduce_s,
         message_s=mesh.stage_link(cluster).seconds(num_activations * element_bytes),
+        shard=mesh.shard,
+        sharded_waits=lambda num_params: sharded_waits(micro, num_params, cluster, mesh),
     )
 
 

@@ -13,6 +13,9 @@ last that is summed, so that a micro-batch of f + b seconds takes
 where compute and communication are slower beside each other as with any exchange. Nothing is left
 to exchange at the step's end. Each worker updates its shard.
 
+The stages of a pipeline are sharded each for itself, so that nothing travels beside compute: a
+worker waits G seconds forward and 2 G + R backward in each micro-batch, of its own parameters.
+
 Source: Zhao et al., 2023, arXiv:2304.11277.
 """
 
@@ -43,16 +46,40 @@ def sharded_step(micro: Workload, depth: int, cluster: Cluster, mesh: MeshSpec) 
     """
     if mesh.shard == 1:
         return micro
-    shard_axis, copies = mesh.shard_axes(cluster)
-    whole = _all_reduce(shard_axis, micro, micro.num_params)
+    whole, sum_s = _messages(micro, micro.num_params, cluster, mesh)
     gather_s, end_s = whole.seconds / 2, whole.seconds / 2 / (depth + 1)
-    sum_s = _all_reduce(copies, micro, micro.num_params // mesh.shard).seconds
     return replace(
         micro,
         forward_s=_beside(micro.forward_s, gather_s, whole) + end_s,
         backward_s=_beside(micro.backward_s, 2 * gather_s + sum_s, whole) + end_s,
         optimizer_s=micro.optimizer_s / mesh.shard,
     )
+
+
+def sharded_waits(
+    micro: Workload, num_params: int, cluster: Cluster, mesh: MeshSpec
+) -> tuple[float, float]:
+    """Seconds for which a worker of a pipeline waits in a micro-batch, forward and backward.
+
+    Args:
+        micro: an undivided micro-batch's step.
+        num_params: of the worker.
+        cluster: the machines.
+        mesh: says over how many workers its stages are sharded.
+    """
+    if mesh.shard == 1:
+        return 0.0, 0.0
+    whole, sum_s = _messages(micro, num_params, cluster, mesh)
+    return whole.seconds / 2, whole.seconds + sum_s
+
+
+def _messages(
+    micro: Workload, num_params: int, cluster: Cluster, mesh: MeshSpec
+) -> tuple[BucketCost, float]:
+    """An all-reduce of so many parameters over the shards, and the seconds of one over copies."""
+    shard_axis, copies = mesh.shard_axes(cluster)
+    whole = _all_reduce(shard_axis, micro, num_params)
+    return whole, _all_reduce(copies, micro, num_params // mesh.shard).seconds
 
 
 def _all_reduce(axis: Cluster, micro: Workload, num_elements: int) -> BucketCost:

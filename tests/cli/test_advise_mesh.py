@@ -95,7 +95,8 @@ def test_auto_ranks_pipelines_where_a_step_has_micro_batches(say):
     flags = (*BARE, *NODES, *BLOCKS, "--mesh", "auto", "--workers", "16", "--global-batch", "256")
     text, found = say(*flags, "--memory-gib", "10")
     pipelined = [p for p in found["predictions"] if p["pipeline"] > 1]
-    assert len(pipelined) == 10
+    assert [p["shard"] > 1 for p in pipelined].count(True) == 6
+    assert len(pipelined) == 16
     assert {p["data"] * p["pipeline"] * p["tensor"] for p in pipelined} == {16}
     assert all(p["bubble_s"] > 0 for p in pipelined)
     assert list(found["left_out"]) == [
@@ -104,6 +105,11 @@ def test_auto_ranks_pipelines_where_a_step_has_micro_batches(say):
         "data=1,pipeline=16,tensor=1",
     ]
     assert "data=1,pipeline=16,tensor=1: a worker needs 10.9 GiB" in text  # of 16 micro-batches
+
+    sharded = ("--mesh", "data=2,pipeline=4,shard=2", "--global-batch", "128")
+    text, found = say(*BARE, *BLOCKS, *sharded)
+    assert found["predictions"][0]["sharding_s"] > 0
+    assert "fully_shard of each stage over 2 workers along `data`, allstep.nn.Pipeline(" in text
 
     text, found = say(*BARE, *BLOCKS, "--mesh", "data=2,pipeline=4", "--global-batch", "128")
     (one,) = found["predictions"]

@@ -49,7 +49,11 @@ def make_model(mesh: Mesh[Communicator], spec: MeshSpec, config: TransformerConf
 
         def make_stage(number: int) -> nn.Module:
             stage = TransformerStage(config, number)
-            return stage.divide(mesh) if spec.tensor > 1 else stage
+            if spec.tensor > 1:
+                stage.divide(mesh)
+            if spec.shard > 1:
+                shard_blocks(stage, mesh.device_mesh()["data"])
+            return stage
 
         stages = [partial(make_stage, number) for number in range(config.depth)]
         return Pipeline(stages, mesh, loss=lambda logits, batch: loss_of(logits, batch[0]))
@@ -103,7 +107,7 @@ def predicted(spec: MeshSpec) -> list[int]:
     if spec.pipeline == 1:
         return [memory_of(MICRO, SPEC, spec.tensor, shard=spec.shard).total] * spec.num_workers
     stages = PipelineSpec(transformer=SPEC, num_workers=spec.pipeline)
-    found = memory_of_workers(MICRO, stages, spec.tensor, 2, num_micro_batches(spec))
+    found = memory_of_workers(MICRO, stages, spec.tensor, 2, num_micro_batches(spec), spec.shard)
     return [memory.total for memory in found for _ in range(spec.tensor)] * spec.data
 
 
@@ -128,6 +132,7 @@ def predicted(spec: MeshSpec) -> list[int]:
                 {"data": 2, "tensor": 2},
                 {"data": 2, "tensor": 2, "shard": 2},
                 {"data": 2, "pipeline": 2},
+                {"data": 2, "pipeline": 2, "shard": 2},
             )
         ),
     ],

@@ -77,10 +77,35 @@ def test_sharded_mesh_is_chosen_where_whole_copies_do_not_fit() -> None:
     assert str(tight.choice.prediction.mesh) == "data=8,tensor=1,shard=8"
 
 
-def test_axes_that_shards_do_not_go_with() -> None:
-    with pytest.raises(UsageError, match=r"`shard` \(=2\) with `pipeline` \(=2\)"):
-        MeshSpec(data=2, pipeline=2, shard=2)
-    with pytest.raises(UsageError, match=r"`shard` \(=2\) with `pipeline` \(=2\)"):
-        memory_of(MICRO, BLOCKS, pipeline=2, shard=2)
+@pytest.mark.parametrize("bandwidth_bps", [8e9, 1e30])
+def test_step_of_sharded_stages(bandwidth_bps: float) -> None:
+    """Nothing travels beside compute: three gathers or sums in each turn."""
+    link = Link(bandwidth_bps=bandwidth_bps)
+    training, mesh = replace(TRAINING, global_batch=80), MeshSpec(data=2, pipeline=2, shard=2)
+    found = on(mesh, cluster(4, 1, link), training)
+    num_params = 12 * BLOCK + EMBEDDINGS  # of each of the two
+    gather_s = 4 * num_params / 2 * 8 / bandwidth_bps
+    message_s = link.seconds(BLOCKS.num_activations(8) * BLOCKS.activation_bytes)
+    in_blocks = BLOCKS.block_share(MICRO.num_params)
+    ends_s = (0.9 * in_blocks / 2, 0.9 * (1 - in_blocks / 2))
+    turns_s = [end_s + message_s + 3 * gather_s for end_s in ends_s]
+    optimizer_s = 0.02 * num_params / MICRO.num_params / 2
+    expected_s = sum(turns_s) + 4 * max(turns_s) + optimizer_s
+    assert found.report.step_s == pytest.approx(expected_s, rel=1e-6)
+    assert found.sharding_s == pytest.approx(5 * 3 * gather_s, rel=1e-6, abs=1e-12)
+
+
+def test_memory_of_sharded_stages_by_hand() -> None:
+    """As of all blocks, but for one that is gathered at a time."""
+    whole = memory_of(MICRO, BLOCKS, pipeline=2, num_micro_batches=5)
+    found = memory_of(MICRO, BLOCKS, pipeline=2, num_micro_batches=5, shard=4)
+    num_params = 12 * BLOCK + EMBEDDINGS
+    assert found.parameters == num_params * 4 // 4 + 4 * (EMBEDDINGS + BLOCK)
+    assert found.gradients == num_params * 4 // 4 + 4 * 2 * EMBEDDINGS
+    assert found.optimizer == whole.optimizer // 4
+    assert found.activations == whole.activations
+
+
+def test_shards_that_do_not_divide_the_copies() -> None:
     with pytest.raises(UsageError, match=r"`shard` \(=3\) must divide `data` \(=4\)"):
         MeshSpec(data=4, shard=3)
