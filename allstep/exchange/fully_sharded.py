@@ -48,6 +48,10 @@ class CollectivePasses:
     micro-batch did. Experts that FSDP2 leaves to their workers run for the others' tokens in them,
     in the same order as in any pass.
 
+    [Note: casts of shards] A parameter that autocast has cast in an earlier micro-batch, and kept,
+    would get its gradient after FSDP2 has sent those of this one: backward passes go from new nodes
+    to old ones. So what autocast keeps is dropped before each micro-batch.
+
     Args:
         model: sharded by `fully_shard`.
         comm: the workers.
@@ -111,7 +115,8 @@ class CollectivePasses:
         self._parts.begin()
 
     def begin_micro_batch(self) -> None:
-        """The calls that follow are another micro-batch's."""
+        """The calls that follow are another micro-batch's. [Note: casts of shards]"""
+        torch.clear_autocast_cache()
         self._end_micro_batch()
         self._calls.clear()
         self._is_noting = True

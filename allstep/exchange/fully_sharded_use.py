@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # imports what `torch.compiler.disable` does, but late
 
 from allstep.comm import Communicator, fsdp_modules
 from allstep.comm.agreement import agree
@@ -103,11 +104,9 @@ class PartsInUse:
             for module in self._modules.values():
                 module.set_reduce_scatter_unused_params(is_on)
 
+    @_disable_dynamo  # it would look at tensors that FSDP2 has freed
     def _note_call(self, name: str, module: nn.Module, _: object) -> None:
         """FSDP2 has gathered the module's parameters, in tensors that it keeps for later calls."""
-        # A parameter that autocast has cast in an earlier micro-batch would get its gradient after
-        # FSDP2 has sent those of this one: backward passes go from new nodes to old ones.
-        torch.clear_autocast_cache()
         if not self._has_begun:
             return
         self._calls.append(name or type(module).__name__)

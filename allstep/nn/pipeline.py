@@ -328,7 +328,12 @@ class Pipeline(nn.Module):
 
     def _stages(self, part: range, *, has_fixed_shapes: bool) -> Stages:
         members = {number: self.stages[str(number)] for number in part}
-        return Stages(members, self._micro_batches, has_fixed_shapes=has_fixed_shapes)
+        return Stages(
+            members,
+            self._micro_batches,
+            has_fixed_shapes=has_fixed_shapes,
+            are_sharded=any(map(is_dtensor, self.stages.parameters())),
+        )
 
     def _run_together(self, schedule: "_PipelineSchedule", numbers: list[int]) -> None:
         """By torch's schedule, which gets the micro-batches' numbers in place of their data."""

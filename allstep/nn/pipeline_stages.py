@@ -115,6 +115,7 @@ class Stages(nn.Module):
         members: number among all stages -> module, in the order of their calls.
         micro_batches: that are run.
         has_fixed_shapes: whether what they return must have the same shapes in each call.
+        are_sharded: whether FSDP2 has sharded them.
     """
 
     def __init__(
@@ -123,17 +124,21 @@ class Stages(nn.Module):
         micro_batches: MicroBatches,
         *,
         has_fixed_shapes: bool,
+        are_sharded: bool,
     ) -> None:
         super().__init__()
         self._numbers = list(members)
         self._members = nn.ModuleList(members.values())
         self._micro_batches = micro_batches
         self._has_fixed_shapes = has_fixed_shapes
+        self._are_sharded = are_sharded
         self._shapes: Shapes | None = None
 
     def forward(self, *values: Tensor, number: Tensor | int) -> Any:
         """What the last of them returns; the first of all takes the micro-batch's inputs."""
         number = int(number)
+        if self._are_sharded:
+            torch.clear_autocast_cache()  # [Note: casts of shards]
         if self._has_fixed_shapes and self._shapes is None:
             # Torch looks for shapes with numbers that nobody has set: workers that share an expert
             # would choose different tokens for it.

@@ -189,6 +189,31 @@ def test_fully_sharded_checkpoint_resumes_on_other_workers(
         assert_same(found, later)
 
 
+# -- compiled ----------------------------------------------------------------------------------
+
+
+def train_compiled(comm: Communicator, is_compiled: bool) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    model = shard(make_model(), comm)
+    called = torch.compile(model, backend="eager") if is_compiled else model
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = allstep.data.loader(samples(), comm, global_batch=15, micro_batch=3, seed=5)
+    for batch in allstep.steps(loader, exchange):
+        for x, y in batch:
+            batch.backward(F.cross_entropy(called(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(whole_state(model))
+
+
+def test_a_compiled_model_that_is_sharded() -> None:
+    """Dynamo looked at tensors that FSDP2 had freed, and the process ended."""
+    expected = run_processes(2, train_compiled, False)
+    for found, uncompiled in zip(run_processes(2, train_compiled, True), expected, strict=True):
+        assert_same(found, uncompiled)
+
+
 # -- mixed precision ---------------------------------------------------------------------------
 
 
