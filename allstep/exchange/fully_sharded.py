@@ -212,7 +212,11 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
         UsageError: names what is sharded otherwise, and the cure.
     """
     modules = fsdp_modules(model)
-    stages = {n: m for n, m in model.named_modules() if isinstance(m, StageModules)}
+    stages = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, StageModules) and (module.can_be_sharded or module.comm.size > 1)
+    }
     for name, members in stages.items():
         _check_stages(name, members, modules)
     if not modules:

@@ -34,7 +34,7 @@ def check_options(recipe: Recipe) -> None:
         if field.name not in _TAKEN and value != usual:
             raise UsageError(
                 f"`{field.name}` (={value!r}) does nothing with a parameter server, whose workers"
-                f" don't wait for each other; leave it out, or `parameter_server`."
+                " don't wait for each other; leave it out, or `parameter_server`."
             )
     if recipe.compression not in ("exact", "fp32"):
         raise UsageError(
