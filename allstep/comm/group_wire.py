@@ -19,6 +19,7 @@ woken, it may do so on the core that the call was taken from. So Gloo's threads 
 from anybody when they wake. Nothing waits longer where a core is free.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -172,6 +173,7 @@ class GroupWire:
         self._reductions: dict[Any, Any] = {}  # operation -> its options, of the present timeout
         self._close = close
         self._chunk_bytes = chunk_bytes
+        self._noting = threading.Lock()  # what is under way; several threads may make calls
         self._under_way: list[BackendWork] = []  # all that have not ended, and some that have
         self._num_not_ended = 0  # of them, when that was last counted
         self.names = names or RankNames.of(group)
@@ -244,10 +246,11 @@ class GroupWire:
             polls=device.type != "cpu",
             check=partial(self._check_connections, peers) if is_checked else None,
         )
-        self._under_way.append(work)
-        if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # or each call looks at all
-            self._under_way = self._not_ended()
-            self._num_not_ended = len(self._under_way)
+        with self._noting:
+            self._under_way.append(work)
+            if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # or each call looks at all
+                self._under_way = self._not_ended()
+                self._num_not_ended = len(self._under_way)
         return work
 
     def _check_connections(self, peers: Sequence[int] | None) -> None:

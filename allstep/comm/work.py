@@ -241,7 +241,8 @@ class BackendWork:
     @property
     def has_ended(self) -> bool:
         """Whether nothing is under way any more, as far as is known without a wait."""
-        return not self._works or all(work.is_completed() for work in self._works)
+        # Another thread may be waiting for them meanwhile, and take off what has ended.
+        return all(work.is_completed() for work in list(self._works))
 
     def outlast(self, deadline_s: float) -> bool:
         """Waits until the calls have ended, whatever comes of them; whether they have in time.

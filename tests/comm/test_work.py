@@ -1,6 +1,7 @@
 """The kinds of `Work`: results, errors and time limits."""
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -81,6 +82,27 @@ def test_a_call_of_a_device_goes_on_where_a_wait_ran_out_of_time() -> None:
     call.has_ended = True
     work.wait(20.0)
     assert work.is_completed()
+
+
+class WaitedForMeanwhile:
+    """A call that another thread waits for while somebody looks whether it has ended."""
+
+    def __init__(self) -> None:
+        self.look: Callable[[], None] = lambda: None
+
+    def is_completed(self) -> bool:
+        self.look()
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        pass
+
+
+def test_calls_that_end_while_somebody_looks_at_them() -> None:
+    calls = [WaitedForMeanwhile() for _ in range(3)]
+    work = BackendWork(calls, lambda _: nullcontext(), "call")  # type: ignore[arg-type]
+    calls[0].look = lambda: work.wait(20.0)
+    assert work.has_ended
 
 
 @pytest.mark.parametrize("has_tags", [True, False])
