@@ -143,7 +143,7 @@ def test_shapes_are_found_with_zeros() -> None:
             return super().forward(x, counts)
 
     micro_batches = MicroBatches(inputs_of, mean_error, torch.device("cpu"))
-    stages = Stages({1: Sees()}, micro_batches, has_fixed_shapes=True)
+    stages = Stages({1: Sees()}, micro_batches, has_fixed_shapes=True, are_sharded=False)
     x = torch.full((5, 6), torch.nan, dtype=torch.float64, requires_grad=True)
     with micro_batches.begin([samples(5)[:]], [3], [1.0], [], lambda: None):
         stages(x, x.isnan().long(), number=0).sum().backward()  # finds shapes of gradients, too

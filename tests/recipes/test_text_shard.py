@@ -145,7 +145,6 @@ def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> 
     [
         ({"replicate": 2, "shard": False}, r"`replicate` \(=2\) counts the copies of shards"),
         ({"replicate": 0}, r"`replicate` \(=0\) must be"),
-        ({"pipeline": 2}, r"`pipeline` \(=2\) is for a model that FSDP2 has not"),
         ({"compression": "exact"}, r"`compression` \(='exact'\) is for a model that FSDP2"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
         ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
