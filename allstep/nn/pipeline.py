@@ -34,6 +34,7 @@ class Pipeline(nn.Module):
     through one of the schedules of `torch.distributed.pipelining`, and each loss is weighed as
     `batch.backward` weighs it. Attach the model along another axis, `attach(model, mesh["data"])`:
     all workers along the pipeline get the same micro-batches, and exchange once a global batch.
+    Torch's `fully_shard` may shard each of `stages` for itself over that axis.
 
     [Note: stages] A stage draws by the micro-batch and its own number: in one process, too, each
     is called under a random state of (seed, step, micro-batch, stage), so that dropout's masks
