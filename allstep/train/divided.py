@@ -237,7 +237,7 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
         if k in shards or (isinstance(k, str) and k.startswith(owned.prefixes))
     }
     cuts: dict[str, tuple[list[int], Part]] = {}
-    for n, p in model.named_parameters():
+    for n, p in model.named_parameters(remove_duplicate=False):
         if n in shards:
             s = shards[n]
             cuts[n] = list(p.shape), (s.dim, s.comm.rank, s.comm.size, bounds_of(p))
