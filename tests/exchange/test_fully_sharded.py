@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep import Communicator, UsageError
+from allstep import Communicator
 from allstep.exchange import ParameterServer
 from allstep.exchange.fully_sharded import CollectivePasses
 from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import misfit, save_whole, whole_state
-from tests.helpers.messages import check_messages
+from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.process
@@ -276,12 +276,6 @@ def test_overflow_on_one_worker_skips_the_step_on_all() -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(UsageError) as error:
-        call()
-    return str(error.value)
 
 
 def refusals(comm: Communicator, run_dir: Path) -> dict[str, str]:

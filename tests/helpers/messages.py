@@ -1,6 +1,17 @@
 """Messages of many mistakes, tried in one group of workers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from allstep.errors import UsageError
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What is said to a call that must be a mistake."""
+    with pytest.raises(UsageError) as error:
+        call()
+    return str(error.value)
 
 
 def check_messages(messages: Mapping[str, str], words: Mapping[str, str]) -> None:

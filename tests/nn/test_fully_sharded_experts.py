@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep import Communicator, UsageError
+from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts
-from tests.helpers.messages import check_messages
+from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 from tests.nn.test_experts_of_shards import (
     CONTROLS,
@@ -134,13 +133,8 @@ def test_expert_that_nobody_chose_gets_no_gradient() -> None:
         assert all(trained == chosen & {rank} for chosen, trained in steps)
 
 
-def refused(comm: Communicator) -> dict[str, str]:
+def refusals(comm: Communicator) -> dict[str, str]:
     mesh = comm.mesh(data=comm.size).device_mesh()
-
-    def message(call: Callable[[], Any]) -> str:
-        with pytest.raises(UsageError) as error:
-            call()
-        return str(error.value)
 
     taken = Routed(comm)
     fully_shard(taken, mesh=mesh)
@@ -150,8 +144,8 @@ def refused(comm: Communicator) -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu")
     return {
-        "experts": message(lambda: allstep.attach(taken, comm)),
-        "scaler": message(lambda: exchange.unscale_(scaler, optimizer)),
+        "experts": refused(lambda: allstep.attach(taken, comm)),
+        "scaler": refused(lambda: exchange.unscale_(scaler, optimizer)),
     }
 
 
@@ -160,5 +154,5 @@ def test_what_is_refused_of_experts_beside_shards() -> None:
         "experts": "the experts' parameters as `ignored_params`",
         "scaler": "`scaler` is enabled, and torch's takes no shards",
     }
-    for found in run_processes(2, refused):
+    for found in run_processes(2, refusals):
         check_messages(found, words)

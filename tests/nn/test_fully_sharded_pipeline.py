@@ -1,6 +1,6 @@
 """Stages of a pipeline that FSDP2 shards over the copies: the model of one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import allstep
-from allstep import Communicator, UsageError
+from allstep import Communicator
 from allstep.comm import fsdp_modules
 from allstep.nn import Chain, ChainPart, Pipeline
 from tests.helpers.divided import whole_state
-from tests.helpers.messages import check_messages
+from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 from tests.nn.test_pipeline import (
     Maker,
@@ -121,8 +121,9 @@ def expected_of(options: dict[str, Any]) -> Trained:
 def test_sharded_stages_are_the_same_model(size: int, num_data: int) -> None:
     found = run_processes(size, variants, num_data, timeout_s=240)
     for name, (_, options) in VARIANTS.items():
+        expected = expected_of(options)
         for of_worker in found:
-            assert_same(of_worker[name], expected_of(options))
+            assert_same(of_worker[name], expected)
 
 
 def controls(comm: Communicator) -> dict[str, Trained]:
@@ -164,12 +165,6 @@ def test_evaluation_with_unequally_many_micro_batches() -> None:
     [(expected, _)] = run_processes(1, evaluated)
     for mean, is_refused in run_processes(2, evaluated):
         assert mean == pytest.approx(expected, rel=1e-12) and is_refused
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(UsageError) as error:
-        call()
-    return str(error.value)
 
 
 def refusals(comm: Communicator) -> dict[str, str]:
