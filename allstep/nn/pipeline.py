@@ -294,8 +294,9 @@ class Pipeline(nn.Module):
             return
         keys = [self._key_of(numbers) for numbers in portions]
         is_new = [key not in self._schedules for key in keys]
-        if self._copies_in_step is not None:  # a new schedule calls stages once more
-            by_copy = self._copies_in_step.all_gather_object(is_new)
+        copies = self._copies_in_step
+        if copies is not None:  # a new schedule calls stages once more
+            by_copy = copies.all_gather_object(is_new)
             is_new = [any(of_copies) for of_copies in zip(*by_copy, strict=True)]
         for numbers, key, is_to_make in zip(portions, keys, is_new, strict=True):
             if is_to_make:

@@ -1,6 +1,5 @@
 """Asynchronous SGD with a parameter server, to compare with, as the recipe `fashion` has it."""
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from torch.utils.data import Subset
 
 import allstep
 from allstep import Communicator, TrainOptions, UsageError
-from allstep.files import replacing, write_whole
+from allstep.files import replacing, write_json
 from allstep.recipes.base import Recipe
 
 Server = Literal["plain", "staleness_aware", "in_turn"]
@@ -86,7 +85,7 @@ def train(recipe: Recipe, server: Server, comm: Communicator, run_dir: Path) -> 
         }
         with replacing(run_dir / "model.pt") as draft:
             torch.save(task.model.state_dict(), draft)
-        write_whole(run_dir / "report.json", json.dumps(report, indent=2) + "\n")
+        write_json(run_dir / "report.json", report)
         _show(report, run_dir)
     return task.model
 

@@ -1,6 +1,5 @@
 """The sparse autoencoder of "Deep learning with COTS HPC systems", from a laptop's size up."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,7 +9,7 @@ from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.files import write_whole
+from allstep.files import write_json
 from allstep.recipes.base import DividedRecipe
 from allstep.recipes.cots_data import (
     Photos,
@@ -186,7 +185,7 @@ class Cots(DividedRecipe):
             "interrupted": loop.interrupted,
         }
         if comm.rank == 0:
-            write_whole(run_dir / "report.json", json.dumps(report, indent=2) + "\n")
+            write_json(run_dir / "report.json", report)
             show(report, run_dir)
         return 128 + loop.interrupted if loop.interrupted else 0
 
