@@ -1,10 +1,11 @@
-"""What a launcher keeps in the run's folder: where its store is, and how its workers ended."""
+"""What a launcher keeps in the run's folder: where the store is, and how its workers ended."""
 
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from allstep.comm import WorkerState, state_folder
 from allstep.env import is_loopback, own_addresses
@@ -65,24 +66,41 @@ def _outward_addresses() -> list[str]:
     return [address for _, address in own_addresses() if not is_loopback(address)]
 
 
+class StoreAddress(NamedTuple):
+    """Where workers of one run find each other.
+
+    Attributes:
+        host, port: of the store.
+        job_id: of the run in it.
+    """
+
+    host: str
+    port: int
+    job_id: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreRecord:
-    """What workers that join must know of the launcher whose run they join.
+    """What workers that join must know of the run.
 
     Attributes:
         port: of its store.
+        job_id: of the run in it.
         min_workers: with fewer the run ends.
-        host: where it is.
+        host: where the store is.
         addresses: by which other hosts may reach it.
+        is_apart: whether `allstep store` serves it, and not the launcher.
     """
 
     port: int
+    job_id: str
     min_workers: int
     host: str = field(default_factory=socket.gethostname)
     addresses: Sequence[str] = field(default_factory=_outward_addresses)
+    is_apart: bool = False
 
-    def reachable_address(self) -> tuple[str, int]:
-        """The first address at which the store answers this host, and its port.
+    def reachable_address(self) -> StoreAddress:
+        """The first address at which the store answers this host.
 
         Raises:
             UsageError: if it answers at none.
@@ -92,9 +110,10 @@ class StoreRecord:
         for address in addresses:
             with contextlib.suppress(OSError):
                 socket.create_connection((address, self.port), _CONNECT_S).close()
-                return address, self.port
+                return StoreAddress(address, self.port, self.job_id)
+        server = "store" if self.is_apart else "launcher"
         raise UsageError(
-            f"The launcher on {self.host} can't be reached from {socket.gethostname()}: nothing"
+            f"The {server} on {self.host} can't be reached from {socket.gethostname()}: nothing"
             f" answers at port {self.port} of {', '.join(addresses) or 'any address'}. Let this"
             " host connect to it, or start the workers there."
         )
@@ -113,11 +132,11 @@ def keeping_store(run_dir: Path, record: StoreRecord) -> Iterator[None]:
 
 
 def read_store(run_dir: Path) -> StoreRecord:
-    """Of the launcher that trains in a run's folder now.
+    """Of the run that is trained in a folder now.
 
     Raises:
-        UsageError: if none does, or if it takes no workers. One that was killed has left its
-            record, but not its lock.
+        UsageError: if none is, or if it takes no workers. A launcher that was killed has left its
+            record, but not its lock; where it does not serve the store, others may go on.
     """
     try:
         record = StoreRecord(**read_json(_store_file(run_dir)))
@@ -126,7 +145,7 @@ def read_store(run_dir: Path) -> StoreRecord:
             f"`run` (={run_dir}) takes no workers now: it has ended, or it was started without"
             " `--elastic`."
         ) from None
-    if launcher_has_ended(run_dir):
+    if not record.is_apart and launcher_has_ended(run_dir):
         raise UsageError(
             f"`run` (={run_dir}) takes no workers now: its launcher on {record.host} was killed;"
             " `allstep why` says how to continue the run."

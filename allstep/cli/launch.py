@@ -2,10 +2,10 @@
 
 [Note: a worker's process] Each worker is `allstep worker MODULE:FUNCTION FOLDER` in a session of
 its own, or is forked from a process that has imported what it needs. It is told what torchrun
-would tell it; this process serves the store in which the workers meet. Workers begin with SIGINT
-and SIGTERM blocked, and unblock them when they can answer: an interpreter that is only starting
-would answer Ctrl-C with a traceback. While they are started this process takes no signal, so that
-it knows every worker that it has to end.
+would tell it; this process serves the store in which the workers meet, unless `allstep store`
+does. Workers begin with SIGINT and SIGTERM blocked, and unblock them when they can answer: an
+interpreter that is only starting would answer Ctrl-C with a traceback. While they are started this
+process takes no signal, so that it knows every worker that it has to end.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -29,7 +29,14 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 
-from allstep.cli.exits import Exits, StoreRecord, forget_exits, keeping_store, write_exits
+from allstep.cli.exits import (
+    Exits,
+    StoreAddress,
+    StoreRecord,
+    forget_exits,
+    keeping_store,
+    write_exits,
+)
 from allstep.cli.interruptible import SIGNALS, signals_handled
 from allstep.cli.worker import log_path, run_forked, write_call
 from allstep.comm import await_others
@@ -61,13 +68,14 @@ class Workers:
             worker is a Python of its own. What the first in this process asks for is imported.
         has_logs: keep what workers print in the folder instead of printing it.
         min_workers: how few may go on when others are lost; None if all end with the first.
-        joins: address and port of the store of a run that these join; None to begin one.
+        joins: where the workers are of a run that these join; None to begin one.
+        store: the one that `allstep store` serves, for a run that these begin; None to serve one.
         hosts: makes of a command line one for each worker, which says who it is; by default
             workers are told by this process.
 
     Attributes:
         start_s: when they were started, of `time.monotonic`.
-        store_address: machine and port of the store in which they meet, for others that join.
+        store_address: where they meet, for others that join.
     """
 
     num_workers: int
@@ -78,12 +86,14 @@ class Workers:
     preload: Sequence[str] = ()
     has_logs: bool = False
     min_workers: int | None = None
-    joins: tuple[str, int] | None = None
+    joins: StoreAddress | None = None
+    store: tuple[str, int] | None = None
     hosts: Callable[[Sequence[str]], list[list[str]]] | None = None
 
     def __post_init__(self) -> None:
         self.start_s = 0.0
-        self.store_address = self.joins or ("127.0.0.1", 0)
+        host, port = self.store or ("127.0.0.1", 0)
+        self.store_address = self.joins or StoreAddress(host, port, uuid.uuid4().hex)
         self._processes: list[_Process] = []
         self._cleaned_up: set[int] = set()  # ranks
 
@@ -104,12 +114,9 @@ class Workers:
         write_call(self.folder, self.arguments, None if self.preload else os.getpid())
         size = self.num_workers
         if self.joins is None:
-            timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-            self._store = TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
-            self.store_address = "127.0.0.1", self._store.port
+            self._open_store()
         make_room(4 * size + 64)  # pipes to workers, and their connections
-        job_id = uuid.uuid4().hex
-        address, port = self.store_address
+        address, port, job_id = self.store_address
         for rank in range(size):
             file = self.error_file(rank)
             file.parent.mkdir()
@@ -120,6 +127,13 @@ class Workers:
                 environ = environment_of_joiner(environ)
             start = self._fork if self.preload else self._spawn
             self._processes.append(start(rank, environ))
+
+    def _open_store(self) -> None:
+        host, port, _ = self.store_address
+        serves, timeout = self.store is None, timedelta(seconds=_STORE_TIMEOUT_S)
+        size = self.num_workers
+        self._store = TCPStore(host, port, size, serves, timeout, wait_for_workers=False)
+        self.store_address = self.store_address._replace(port=self._store.port)
 
     def _fork(self, rank: int, environ: dict[str, str]) -> _Process:
         _CONTEXT.set_forkserver_preload(list(self.preload))
@@ -189,7 +203,7 @@ class Workers:
         return None not in self.exit_codes
 
     def await_others(self, came: Sequence[int]) -> int | None:
-        """Serves the store for workers that have joined, as long as they go on without these.
+        """Waits for workers that have joined, as long as they go on without these.
 
         Args:
             came: signals that this process got, and may still get: they are asked to stop then.
@@ -199,7 +213,7 @@ class Workers:
         """
         if self.joins is not None:
             return None
-        return await_others(self._store, came, _impatience(came))
+        return await_others(self._store, self.store_address.job_id, came, _impatience(came))
 
     def kill_left_behind(self, rank: int) -> None:
         """Kills what a failed worker has left behind, such as its loader's processes.
@@ -266,8 +280,7 @@ def launch_workers(workers: Workers, run_dir: Path | None = None) -> int:
     with signals_noted() as came, workers, contextlib.ExitStack() as stack:
         forget_exits(run_dir)
         if run_dir is not None and min_workers is not None:  # in the folder of a run of its own
-            record = StoreRecord(port=workers.store_address[1], min_workers=min_workers)
-            stack.enter_context(keeping_store(run_dir, record))
+            stack.enter_context(keeping_store(run_dir, _record_of(workers, min_workers)))
         watch = Watch(workers, came)
         while not watch.look(_POLL_S):
             pass
@@ -285,6 +298,14 @@ def launch_workers(workers: Workers, run_dir: Path | None = None) -> int:
             return FAILED
         code = workers.exit_codes[watch.root_cause] or 0
         return FAILED if code == PEER_LOST else code
+
+
+def _record_of(workers: Workers, min_workers: int) -> StoreRecord:
+    host, port, job_id = workers.store_address
+    record = StoreRecord(port=port, job_id=job_id, min_workers=min_workers)
+    if workers.store is None:
+        return record
+    return replace(record, host=host, addresses=[host], is_apart=True)
 
 
 class Watch:

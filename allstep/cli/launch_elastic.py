@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from allstep.cli.exits import read_store
+from allstep.cli.exits import StoreAddress, read_store
 from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.run_folder import is_run
+from allstep.cli.store import read_address
 from allstep.cli.worker import read_call
 from allstep.cli.workers import check_min_workers, num_workers_to_start
 from allstep.errors import UsageError
@@ -37,6 +38,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
     parser.add_argument("--workers", metavar="N", type=int, required=True)
     parser.add_argument("--min-workers", metavar="N", type=int, default=1)
     parser.add_argument("--run-dir", metavar="DIR", type=Path)
+    parser.add_argument("--store", metavar="HOST:PORT")
     known = parser.parse_args(arguments)
     check_min_workers(known.min_workers, known.workers)
     script_file = command[0]
@@ -46,6 +48,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
     if num_workers is None:
         raise UsageError("`elastic` needs `allstep launch` itself as launcher: start it by hand.")
     run_dir: Path | None = known.run_dir
+    store = None if known.store is None else read_address(known.store)
     script = {"command": list(command), "folder": os.getcwd()}
     with contextlib.ExitStack() as stack:
         if run_dir is not None:
@@ -53,7 +56,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
                 raise UsageError(f"`run_dir` (={run_dir}) holds a recipe's run; choose another.")
             stack.enter_context(launcher_lock(run_dir))
             write_json(run_dir / _FILE, script)
-        return _launch(num_workers, script, known.min_workers, run_dir=run_dir)
+        return _launch(num_workers, script, known.min_workers, run_dir=run_dir, store=store)
 
 
 def is_of_script(run_dir: Path) -> bool:
@@ -78,12 +81,19 @@ def _launch(
     min_workers: int,
     *,
     run_dir: Path | None = None,
-    joins: tuple[str, int] | None = None,
+    joins: StoreAddress | None = None,
+    store: tuple[str, int] | None = None,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
         function, folder = f"{__name__}:run_script", Path(name)
         workers = Workers(
-            num_workers, function, folder, script, min_workers=min_workers, joins=joins
+            num_workers,
+            function,
+            folder,
+            script,
+            min_workers=min_workers,
+            joins=joins,
+            store=store,
         )
         return launch_workers(workers, run_dir)
 

@@ -21,6 +21,7 @@ Runs a script, which calls allstep.init or torch.distributed itself, as torchrun
                        the script uses allstep.Elastic
   --workers N          how many to start, with --elastic
   --min-workers N      with fewer an elastic script ends; 1
+  --store HOST:PORT    of an `allstep store`, in which elastic workers find each other
   --run-dir DIR        have allstep.init leave there what `allstep why DIR` reads; with --elastic
                        what `allstep join DIR` does
 

@@ -20,6 +20,7 @@ _COMMANDS = {
     "sweep": "train a recipe with several values of its flags, and compare them",
     "curve": "say what more training data would bring, from trainings on parts of it",
     "join": "bring workers to a run that is being trained with --elastic",
+    "store": "serve the store in which workers of --elastic find each other",
     "launch": "start a script of your own on several hosts, or with --elastic",
     "cluster": "write a template of nodes in a cloud that train together",
     "recipes": "list the recipes, or show one with all its fields",

@@ -243,7 +243,12 @@ def _list_runs(run_dir: Path) -> str:
 
 
 def note_launch(
-    run_dir: Path, *, elastic: bool = False, min_workers: int = 1, restarts: int = 0
+    run_dir: Path,
+    *,
+    elastic: bool = False,
+    min_workers: int = 1,
+    store: str | None = None,
+    restarts: int = 0,
 ) -> None:
     """Leaves in `recipe.json` how the run is launched, for `resume_command`.
 
@@ -251,10 +256,11 @@ def note_launch(
 
     Args:
         run_dir: of a run whose recipe is written.
-        elastic, min_workers, restarts: as for `allstep train`.
+        elastic, min_workers, store, restarts: as for `allstep train`.
     """
     launch = {
         **({"elastic": True, "min_workers": min_workers} if elastic else {}),
+        **({} if store is None else {"store": store}),
         **({"restarts": restarts} if restarts else {}),
     }
     with contextlib.suppress(OSError):
@@ -263,10 +269,10 @@ def note_launch(
             write_json(run_dir / RECIPE_FILE, plain | ({"launch": launch} if launch else {}))
 
 
-def _read_launch(run_dir: Path) -> dict[str, int]:
+def _read_launch(run_dir: Path) -> dict[str, Any]:
     """What `note_launch` has left; empty where there is nothing to say, or it can't be read."""
     with contextlib.suppress(OSError, ValueError, LookupError):
-        launch: dict[str, int] = read_json(run_dir / RECIPE_FILE)["launch"]
+        launch: dict[str, Any] = read_json(run_dir / RECIPE_FILE)["launch"]
         return launch
     return {}
 
@@ -285,6 +291,7 @@ def resume_command(run_dir: Path, num_workers: int) -> str:
         f"--workers {num_workers}": num_workers > 1,
         "--elastic": "elastic" in launch,
         f"--min-workers {min_workers}": min_workers > 1,
+        f"--store {launch.get('store')}": "store" in launch,
         f"--restarts {restarts}": restarts > 0,
     }
     words = [flag for flag, is_given in flags.items() if is_given]

@@ -14,6 +14,7 @@ from allstep.cli.doctor_together import check_port, refusal
 from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
+from allstep.cli.store import read_address
 from allstep.cli.workers import (
     check_min_workers,
     num_workers_to_start,
@@ -69,6 +70,10 @@ class LaunchOptions:
 
     min_workers: int = 1
     """With `elastic`: fewer than this end the run."""
+
+    store: str | None = None
+    """With `elastic`: HOST:PORT of an `allstep store`, in which workers find each other; then the
+    run outlives this command, as long as workers are left that `allstep join` has brought."""
 
     restarts: int = 0
     """How often to start the workers again, from the newest checkpoint, when one has failed, or
@@ -140,6 +145,7 @@ def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
                 run_dir,
                 elastic=options.elastic,
                 min_workers=options.min_workers,
+                store=options.store,
                 restarts=options.restarts,
             )
         return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
@@ -168,11 +174,13 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
         UsageError: if the run can't be elastic.
     """
     if not options.elastic:
-        if options.min_workers != 1:
-            raise UsageError(
-                f"`min_workers` (={options.min_workers}) needs `--elastic`: without it all workers"
-                " end when one is lost."
-            )
+        for name, default in (("min_workers", 1), ("store", None)):
+            value = getattr(options, name)
+            if value != default:
+                raise UsageError(
+                    f"`{name}` (={value}) needs `--elastic`: without it all workers end when one is"
+                    " lost."
+                )
         return None
     assert num_workers is not None
     check_min_workers(options.min_workers, num_workers)
@@ -183,6 +191,8 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
             " leave it out."
         )
     check_elastic(recipe)
+    if options.store is not None:
+        read_address(options.store)  # before anything is written
     return options.min_workers
 
 
@@ -303,6 +313,7 @@ def _read_resume(arguments: list[str]) -> LaunchOptions:
     parser.add_argument("--workers", metavar="N", type=int)
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--min-workers", metavar="N", type=int, default=1)
+    parser.add_argument("--store", metavar="HOST:PORT")
     parser.add_argument("--restarts", metavar="N", type=int, default=0)
     parser.add_argument("--doctor", choices=["quick"])
     known, others = parser.parse_known_args(arguments)
@@ -318,7 +329,7 @@ def _read_resume(arguments: list[str]) -> LaunchOptions:
         raise UsageError(
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
             f" {known.run_dir}/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
-            " `--restarts` and `--doctor` may differ."
+            " `--store`, `--restarts` and `--doctor` may differ."
         )
     return LaunchOptions(**vars(known))
 
@@ -360,11 +371,13 @@ def _train_on(
         return 0
     restarts = options.restarts
     for number in range(restarts + 1):
+        store = None if options.store is None else read_address(options.store)
         code = run_on_workers(
             num_workers,
             train_worker,
             run_dir=run_dir,
             min_workers=min_workers,
+            store=store,
             is_apart=restarts > 0,
             folder=folder,
             resume=resume or number > 0,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.exits import forget_exits
+from allstep.cli.exits import StoreAddress, forget_exits
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
 from allstep.device import HIDE_ACCELERATORS, num_devices
@@ -71,6 +71,7 @@ def run_on_workers(
     *,
     run_dir: Path | None = None,
     min_workers: int | None = None,
+    store: tuple[str, int] | None = None,
     is_apart: bool = False,
     **arguments: Any,
 ) -> int:
@@ -81,6 +82,7 @@ def run_on_workers(
         body: a function of a module.
         run_dir: where a launcher leaves how its workers ended.
         min_workers: how few may go on when others are lost; None if all end with the first.
+        store: of `allstep store`, where they find each other; None for one of this process.
         is_apart: whether a single one has a process of its own, too, whose end this one sees.
         arguments: of the body, as plain data.
     """
@@ -88,7 +90,8 @@ def run_on_workers(
     if num_workers is None or is_here:
         forget_exits(run_dir)
         return run_here(partial(body, **arguments))
-    return ask_workers(num_workers, body, run_dir=run_dir, min_workers=min_workers, **arguments)[0]
+    elastic: dict[str, Any] = {"min_workers": min_workers, "store": store}
+    return ask_workers(num_workers, body, run_dir=run_dir, **elastic, **arguments)[0]
 
 
 def ask_workers(
@@ -97,7 +100,8 @@ def ask_workers(
     *,
     run_dir: Path | None = None,
     min_workers: int | None = None,
-    joins: tuple[str, int] | None = None,
+    joins: StoreAddress | None = None,
+    store: tuple[str, int] | None = None,
     **arguments: Any,
 ) -> tuple[int, Any]:
     """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
@@ -105,7 +109,7 @@ def ask_workers(
 
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
         call = call_of(Path(name), body, arguments)
-        workers = Workers(num_workers, *call, min_workers=min_workers, joins=joins)
+        workers = Workers(num_workers, *call, min_workers=min_workers, joins=joins, store=store)
         return launch_workers(workers, run_dir), read_result(workers.folder)
 
 

@@ -1,13 +1,13 @@
-"""Who is in which generation of workers, as it stands in the launcher's store.
+"""Who is in which generation of workers, as it stands in the run's store.
 
 [Note: generations] Workers that train together are a generation; the first is the one that the
 launcher has started. When one is lost, or when others wait to join, each worker of the generation
-says in the store that the launcher serves how far its training is. Once all have come, but those
-that have ended or that let the others wait for too long, one of them writes who is in the next
-generation: those who came, the most advanced first, and those who wait. The first list counts for
-all (`compare_set`), and there is one store: there are never two groups that both go on. Whoever
-comes too late is on no list, and waits to join as any other. So does one that was let in where the
-most advanced worker was, if that is lost before it had the state from it.
+says in the store, which the launcher or `allstep store` serves, how far its training is. Once all
+have come, but those that have ended or that let the others wait for too long, one of them writes
+who is in the next generation: those who came, the most advanced first, and those who wait. The
+first list counts for all (`compare_set`), and there is one store: there are never two groups that
+both go on. Whoever comes too late is on no list, and waits to join as any other. So does one that
+was let in where the most advanced worker was, if that is lost before it had the state from it.
 
 [Note: signs of life] A worker's end is seen at once on its own host, and by the connections of its
 generation. Who holds none, as a worker that waits to join or the launcher, can't tell a worker of
@@ -88,6 +88,21 @@ class Generation:
         store.compare_set(f"{number}/members", "", json.dumps(plain))
 
 
+@dataclass(frozen=True)
+class Requests:
+    """What is asked of a generation.
+
+    Attributes:
+        generation: which.
+        others_wait: whether workers wait to join.
+        signal: by which the launcher asks all to stop; None if it doesn't.
+    """
+
+    generation: int = -1
+    others_wait: bool = False
+    signal: int | None = None
+
+
 class Liveness:
     """Whether workers still live, for one that has no connections to them. [Note: signs of life]
 
@@ -141,9 +156,9 @@ def _sign_of(name: str) -> str:
     return f"sign/{name}"
 
 
-def stored_in(served: Store) -> Store:
-    """The part of a launcher's store that is about generations."""
-    return PrefixStore(_ROOT, served)
+def stored_in(served: Store, job_id: str) -> Store:
+    """The part of a store that is about the generations of one of its runs."""
+    return PrefixStore(f"{_ROOT}/{job_id}", served)
 
 
 def newest(store: Store, known: int = -1) -> int:
@@ -186,19 +201,28 @@ def signal_to_stop(store: Store) -> int | None:
 
 
 def await_others(
-    served: Store, came: Sequence[int], gives_up: Callable[[], bool] = lambda: False
+    served: Store, job_id: str, came: Sequence[int], gives_up: Callable[[], bool] = lambda: False
 ) -> int | None:
     """Waits, for a launcher whose own workers have ended, as long as others go on.
 
     Args:
         served: the store.
+        job_id: of the run.
         came: signals that the launcher got, and may still get; the others are asked to stop then.
         gives_up: looked at now and then; whether not to wait any more.
 
     Returns:
         The code with which the training has ended; None if it has not.
+
+    Raises:
+        PeerLostError: if the store is gone, which another process serves.
     """
-    store, number = stored_in(served), -1
+    with lost_store_told():
+        return _await_others(stored_in(served, job_id), came, gives_up)
+
+
+def _await_others(store: Store, came: Sequence[int], gives_up: Callable[[], bool]) -> int | None:
+    number = -1
     liveness = Liveness(store)
     while not (is_over(store) or gives_up()):
         if came and signal_to_stop(store) is None:
@@ -222,6 +246,6 @@ def lost_store_told() -> Iterator[None]:
         if isinstance(error, CommunicationError):
             raise
         raise PeerLostError(
-            "The store in which workers find each other is gone: the launcher that serves it has"
-            f" ended. Resume the run from its newest checkpoint. ({error})"
+            "The store in which workers find each other is gone: the launcher, or `allstep store`,"
+            f" that serves it has ended. Resume the run from its newest checkpoint. ({error})"
         ) from error

@@ -244,7 +244,8 @@ def _meet(
         served = _stores.get(launch) or rendezvous.connect()
         served.set_timeout(timedelta(seconds=timeout_s))
         # Each meeting has a prefix: none reads what another has left there.
-        store = PrefixStore(f"allstep/init/{launch.attempt}/{next(_meetings)}", served)
+        run = "" if launch.min_workers is None else f"{launch.job_id}/"  # a store may have several
+        store = PrefixStore(f"allstep/init/{run}{launch.attempt}/{next(_meetings)}", served)
         rendezvous.doing = "the store of the workers does not answer; rank 0 may have stopped"
         places = gather_places(store, launch, Place.own(device), rendezvous.deadline_s, timeout_s)
         rendezvous.doing = "all workers came, but not all said by which address they are reached"

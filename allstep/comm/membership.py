@@ -20,6 +20,7 @@ from allstep.comm.generations import (
     Generation,
     Liveness,
     Member,
+    Requests,
     ask_to_join,
     give_sign,
     is_over,
@@ -39,6 +40,7 @@ from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 
 _LOOK_S = 0.2  # between two looks for workers that wait, or have ended
+_ANSWER_S = 1.0  # after which a step does not wait for the store any more
 _NOTICE_S = 0.5  # in which workers mostly learn by themselves that one has ended
 
 
@@ -46,7 +48,7 @@ class Membership:
     """This worker's place among the workers of a run that may come and go. [Note: generations]
 
     Args:
-        launch: says where the launcher serves the store, and with how few workers the run ends.
+        launch: says where the store is, and with how few workers the run ends.
         rejoins: whether a worker that the others have left behind asks to join as any other would;
             else it ends with an error.
         lets_in: whether workers that wait to join are let in where the most advanced of the others
@@ -61,7 +63,7 @@ class Membership:
         generation: its number; -1 for a worker that waits to join.
 
     Raises:
-        UsageError: if no launcher serves a store, or if it has ended.
+        UsageError: if there is no store, or if it does not answer.
     """
 
     def __init__(
@@ -89,9 +91,12 @@ class Membership:
         self._rejoins, self._lets_in = rejoins, lets_in
         self._system = system or System(launch.master_addr)
         self._own = Member(uuid.uuid4().hex, self._system.own_place())
+        self._asked, self._answered = self._system.new_event(), self._system.new_event()
+        self._answered.set()
         self._num_seen = 0  # of those that have asked to join
+        self._requests = Requests()
         self._looked_at_s = -_LOOK_S
-        self._is_over = False
+        self._has_lost_store = self._is_over = False
         try:
             # For as long as the others may wait for this worker it can come back.
             served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
@@ -100,7 +105,7 @@ class Membership:
                 f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"
                 " has ended, or this host can't reach it."
             ) from error
-        self._store = stored_in(served)
+        self._store = stored_in(served, launch.job_id)
         self._liveness = Liveness(self._store, self._system.has_ended, self._system.now_s)
         self._watched: tuple[Communicator, int] | None = None  # of a generation; once there is one
 
@@ -173,25 +178,45 @@ class Membership:
             code: for the launcher to exit with, should its own workers all have been lost.
         """
         self.leave()
-        with suppress(RuntimeError):  # the launcher may be gone
-            write_end(self._store, code)
+        if not self._has_lost_store:
+            with suppress(RuntimeError):
+                write_end(self._store, code)
 
     def leave(self) -> None:
         """This worker trains no more."""
         self._is_over = True
 
-    def look(self) -> tuple[bool, int | None]:
-        """What is asked of this generation; looks a few times a second at most.
+    @property
+    def requests(self) -> Requests:
+        """What is asked of this generation, as rank 0 finds it a few times a second at most.
 
-        Returns:
-            Whether workers wait to join, and the signal by which the launcher asks all to stop.
+        Raises:
+            PeerLostError: if this worker's launcher has ended, without which nobody ends it.
         """
+        self._check_launcher()
+        if self.members[0].name == self._own.name and not self._has_lost_store:
+            self._look_for_requests()
+        found = self._requests
+        return found if found.generation == self.generation else Requests(signal=found.signal)
+
+    def _look_for_requests(self) -> None:
+        """Has the thread look that watches: this one waits for a store that answers only."""
         now_s = self._system.now_s()
-        if now_s - self._looked_at_s < _LOOK_S:
-            return False, None
-        self._looked_at_s = now_s
-        with lost_store_told():
-            return bool(self._waiting()), signal_to_stop(self._store)
+        if self._answered.is_set() and now_s - self._looked_at_s >= _LOOK_S:
+            self._looked_at_s = now_s
+            self._answered.clear()
+            self._asked.set()
+            self._answered.wait(_ANSWER_S)
+
+    def _answer(self) -> None:
+        generation = self.generation
+        signal = signal_to_stop(self._store)
+        self._requests = Requests(generation, bool(self._waiting()), signal)
+        self._answered.set()
+
+    def _check_launcher(self) -> None:
+        if self._system.launcher_has_ended():
+            raise PeerLostError("The launcher of this worker has ended, and so does the worker.")
 
     def watch(self, comm: Communicator) -> None:
         """Breaks off what the present generation waits for once it can't go on.
@@ -199,7 +224,8 @@ class Membership:
         As a rule workers learn by a connection that closes that one of them has ended, or has left
         for the next generation. But they may wait for one that is in a long step, for one whose
         connection was closed just when they began to wait, or for a group to meet to which one of
-        them won't come any more. A thread looks, which also gives [Note: signs of life].
+        them won't come any more. A thread looks, which also gives [Note: signs of life] and finds
+        `requests`.
 
         Args:
             comm: of the generation.
@@ -212,15 +238,32 @@ class Membership:
 
     def _watch(self) -> None:
         next_sign_s = self._system.now_s()
-        with suppress(RuntimeError):  # the launcher is gone
-            for number in count():
-                if self._system.now_s() >= next_sign_s:
+        for number in count():
+            try:
+                if self._system.now_s() >= next_sign_s and not self._has_lost_store:
                     next_sign_s = self._system.now_s() + SIGN_S
                     give_sign(self._store, self._own, number)
-                self._system.sleep(_LOOK_S)
+                if self._asked.wait(_LOOK_S):
+                    self._asked.clear()
+                    self._answer()
                 if self._is_over:
                     return
                 self._look_after_generation()
+            except RuntimeError:
+                self._go_on_without_store()
+
+    def _go_on_without_store(self) -> None:
+        """[Note: lost store] Who may go on is asked only when workers are lost, or come. So those
+        that are there train on without the store: each step takes all of them, so there can't be
+        two groups. The next that is lost ends the run, and nobody can join.
+        """
+        self._has_lost_store = True
+        self._answered.set()
+        if not self._is_over:
+            logging.getLogger("allstep").warning(
+                "the store in which workers find each other is gone: the run goes on until its"
+                " end, or until a worker is lost; no others can join"
+            )
 
     def _look_after_generation(self) -> None:
         watched = self._watched
@@ -238,7 +281,7 @@ class Membership:
             return True
         if any(map(self._system.has_ended, places)):
             return False
-        return not self._store.check([f"{generation + 1}/begun"])
+        return self._has_lost_store or not self._store.check([f"{generation + 1}/begun"])
 
     def next(self, progress: int) -> None:
         """Becomes a worker of the next generation; waits for one that has room, if it must.
@@ -247,10 +290,11 @@ class Membership:
             progress: how far this worker's training is, to be compared; -1 if it has not begun.
 
         Raises:
-            PeerLostError: if fewer than `min_workers` are left, if the store is gone, or if the
-                others have left this worker behind and it may not join again.
+            PeerLostError: if fewer than `min_workers` are left, if store or launcher are gone, or
+                if the others have left this worker behind and it may not join again.
             UsageError: if the run has ended meanwhile.
         """
+        self._check_launcher()
         self._own = replace(self._own, progress=progress)
         with lost_store_told():
             if self.members:
@@ -309,7 +353,8 @@ class Membership:
         new = Generation.read(self._store, generation)
         if new is None or self._own.name not in [member.name for member in new.members]:
             return False
-        self.members, self.generation, self._num_seen = new.members, generation, new.num_seen
+        # In this order, for the thread that looks for requests.
+        self._num_seen, self.members, self.generation = new.num_seen, new.members, generation
         if len(self.members) < self._min_workers:
             raise PeerLostError(
                 f"{len(self.members)} workers are left, fewer than `min_workers`"

@@ -3,10 +3,13 @@
 Tests hand in another: a simulated one with a clock of its own.
 """
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -30,6 +33,15 @@ CONNECT_S = 20.0  # to reach the store, and to meet once all are known to be the
 _POLL_S = 0.01
 
 
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def is_set(self) -> bool: ...
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
 class System:
     """A clock, processes and ways to other workers: this machine's, by torch's stores and groups.
 
@@ -39,6 +51,7 @@ class System:
 
     def __init__(self, launcher_host: str) -> None:
         self._launcher_host = launcher_host
+        self._launcher_pid = os.getppid()
         self._takes_any_interface = read_gloo_interface() is None
 
     def now_s(self) -> float:
@@ -48,6 +61,10 @@ class System:
     def sleep(self, duration_s: float) -> None:
         """Waits for so long."""
         time.sleep(duration_s)
+
+    def new_event(self) -> Event:
+        """What one thread sets, and another waits for."""
+        return threading.Event()
 
     def start_thread(self, run: Callable[[], None], name: str) -> None:
         """Runs something beside; the process waits for it, for some seconds, before it ends.
@@ -65,6 +82,10 @@ class System:
     def has_ended(self, place: Place) -> bool:
         """Whether it is known that the process there has ended."""
         return place.has_ended()
+
+    def launcher_has_ended(self) -> bool:
+        """Whether the process that has started this one has."""
+        return os.getppid() != self._launcher_pid
 
     def open_store(self, host: str, port: int, patience_s: float) -> Store:
         """The store that a launcher serves.

@@ -71,10 +71,10 @@ class StepCommit:
         Returns:
             The whole loss, on every worker. Collective.
         """
-        others_wait, number = self._membership.look() if self._comm.rank == 0 else (False, None)
-        if number is not None:
-            self._interrupts.request(number)
-        flag = torch.full_like(loss.view(-1)[:1], float(others_wait))
+        requests = self._membership.requests
+        if requests.signal is not None:
+            self._interrupts.request(requests.signal)
+        flag = torch.full_like(loss.view(-1)[:1], float(requests.others_wait))
         summed = self._comm.all_reduce(torch.cat([loss.view(-1), flag]), check=False)
         self._others_wait = bool(summed[-1])
         return summed[:-1].view_as(loss)

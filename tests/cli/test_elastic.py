@@ -12,12 +12,17 @@ import pytest
 from allstep.cli import run_folder
 from allstep.cli.exits import StoreRecord, forget_exits, keeping_store, read_store
 from allstep.cli.main import main
+from allstep.cli.store import read_address
 from allstep.comm import read_states
 from allstep.errors import UsageError
 from allstep.recipes.digits import Digits
+from allstep.train import read_checkpoint
 from allstep.train.metrics import read_metrics
+from tests.helpers.compare import differing_names
+from tests.helpers.elastic_runs import log_of
 from tests.helpers.joiners import num_joiners
 from tests.helpers.launched import Launched
+from tests.helpers.ports import free_port
 
 
 def start(run_dir: Path, *flags: object, epochs: int) -> Launched:
@@ -36,7 +41,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
     first, second = training.workers()
     second.send_signal(signal.SIGSTOP)  # all wait until the other has come
     joining = Launched("-m", "allstep", "join", run_dir)
-    joining.wait_until(lambda: num_joiners(read_store(run_dir).port) == 1)
+    joining.wait_until(lambda: num_joiners(read_store(run_dir).reachable_address()) == 1)
     first.send_signal(signal.SIGKILL)
     second.send_signal(signal.SIGCONT)
     training.finish(within_s=120)
@@ -50,6 +55,61 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(run_dir)][-1] == 45
     assert not (run_dir / "last_state" / "store.json").exists()
     assert main(["join", str(run_dir)]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_launcher_and_store_are_lost_where_the_store_is_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process's end ends the run: workers that have joined bring it to its end."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on which the bits depend
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    store, address = served()
+    undisturbed = start(alone, "--store", address, "--workers", 1, epochs=3)
+    undisturbed.finish(within_s=200)  # the next run is another one in the same store
+    training = start(run_dir, "--store", address, epochs=3)
+    second = training.workers()[1]
+    second.send_signal(signal.SIGSTOP)  # all wait until the other has come
+    joining = Launched("-m", "allstep", "join", run_dir)
+    joining.wait_until(lambda: num_joiners(read_store(run_dir).reachable_address()) == 1)
+    second.send_signal(signal.SIGCONT)
+    joining.wait_until(lambda: [state.size for state in read_states(run_dir)] == [3] * 3)
+    third = joining.workers()[0]
+    third.send_signal(signal.SIGSTOP)  # the others wait for it, too
+    training.process.send_signal(signal.SIGKILL)
+    training.finish(within_s=60)
+    last = Launched("-m", "allstep", "join", run_dir)  # without a launcher that serves it
+    last.wait_until(lambda: num_joiners(read_store(run_dir).reachable_address()) == 2)
+    third.send_signal(signal.SIGCONT)
+    last.wait_until(lambda: [state.size for state in read_states(run_dir)][:2] == [2] * 2)
+    store.process.send_signal(signal.SIGKILL)
+    store.finish(within_s=60)
+    for launched in (joining, last):
+        launched.finish(within_s=200)
+        assert launched.code == 0, launched.errors
+    assert "the store in which workers find each other is gone" in joining.errors
+    assert log_of(run_dir) == log_of(alone)
+    models = [
+        read_checkpoint(x / "checkpoints" / "step-00000045")["model"] for x in (run_dir, alone)
+    ]
+    assert differing_names(*models) == []
+
+
+def served() -> tuple[Launched, str]:
+    """An `allstep store`, and its address."""
+    port = free_port()
+    store = Launched("-m", "allstep", "store", "--port", port)
+    store.wait_until(lambda: answers(port))
+    return store, f"127.0.0.1:{port}"
+
+
+def answers(port: int) -> bool:
+    try:
+        read_address(f"127.0.0.1:{port}")
+    except UsageError:
+        return False
+    return True
 
 
 @pytest.mark.long
@@ -180,8 +240,9 @@ def test_a_run_that_has_lost_all_its_workers_says_how_to_go_on(
 
 
 def test_where_workers_join_is_kept_while_the_launcher_is_there(tmp_path: Path) -> None:
-    with keeping_store(tmp_path, StoreRecord(port=1234, min_workers=3)):
-        assert read_store(tmp_path) == StoreRecord(port=1234, min_workers=3)
+    record = StoreRecord(port=1234, job_id="job", min_workers=3)
+    with keeping_store(tmp_path, record):
+        assert read_store(tmp_path) == record
     with pytest.raises(UsageError, match="takes no workers now"):
         read_store(tmp_path)
 
@@ -204,7 +265,8 @@ import pathlib, signal, sys
 from allstep.cli.exits import StoreRecord, keeping_store
 from allstep.train import launcher_lock
 run_dir = pathlib.Path(sys.argv[1])
-with launcher_lock(run_dir), keeping_store(run_dir, StoreRecord(port=9, min_workers=1)):
+record = StoreRecord(port=9, job_id="job", min_workers=1)
+with launcher_lock(run_dir), keeping_store(run_dir, record):
     signal.pause()
 """
 

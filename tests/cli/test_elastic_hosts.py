@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from allstep.cli.exits import StoreRecord, read_store
+from allstep.cli.exits import StoreRecord
 from allstep.errors import UsageError
 from tests.helpers import elastic_script
 from tests.helpers.compare import differing_names
@@ -32,8 +32,9 @@ def num_joiners_on(hosts: NamedHosts, run_dir: Path) -> int:
     source = Path(num_joiners.__code__.co_filename)
     code = (
         f"import sys; sys.path.insert(0, {str(source.parents[2])!r});"
+        "from pathlib import Path; from allstep.cli.exits import read_store;"
         "from tests.helpers.joiners import num_joiners;"
-        f"print(num_joiners({read_store(run_dir).port}))"
+        f"print(num_joiners(read_store(Path({str(run_dir)!r})).reachable_address()))"
     )
     return int(hosts.run(0, sys.executable, "-c", code))
 
@@ -78,7 +79,11 @@ def test_a_launcher_that_cannot_be_reached() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         record = StoreRecord(
-            port=free.getsockname()[1], min_workers=1, host="gamma", addresses=["127.0.0.1"]
+            port=free.getsockname()[1],
+            job_id="job",
+            min_workers=1,
+            host="gamma",
+            addresses=["127.0.0.1"],
         )
         with pytest.raises(UsageError, match=r"on gamma can't be reached .* of 127\.0\.0\.1"):
             record.reachable_address()

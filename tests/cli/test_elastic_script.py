@@ -35,7 +35,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
     assert "This worker can't join: it has script " in edited.errors
     script.write_text(text)
     joining = Launched("-m", "allstep", "join", run_dir, cwd=tmp_path)
-    joining.wait_until(lambda: num_joiners(read_store(run_dir).port) == 1)
+    joining.wait_until(lambda: num_joiners(read_store(run_dir).reachable_address()) == 1)
     first.send_signal(signal.SIGKILL)
     (tmp_path / "goes_on-5").touch()
     launched.finish(within_s=200)
@@ -57,7 +57,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
 
 @pytest.mark.process
 def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
-    """Soon, for the store in which they would meet is gone; else they would train on and on."""
+    """Soon: else they would train on and on."""
     given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, 1_000_000)
     launched = Launched("-m", "allstep", "launch", *given)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
@@ -68,7 +68,7 @@ def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
     for worker in workers:
         worker.wait(timeout=200)
     assert not list(tmp_path.glob("model-*"))
-    assert "The store in which workers find each other is gone" in launched.process.communicate()[1]
+    assert "The launcher of this worker has ended" in launched.process.communicate()[1]
 
 
 @pytest.mark.parametrize(

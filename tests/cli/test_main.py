@@ -366,7 +366,7 @@ def test_recipe_flags_are_refused_at_resume(said):
     assert message == (
         "error: `digits`, `--epochs` can't be given with `--resume`: the recipe and its fields"
         " come from runs/a/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
-        " `--restarts` and `--doctor` may differ."
+        " `--store`, `--restarts` and `--doctor` may differ."
     )
 
 

@@ -1,24 +1,33 @@
 """Workers that ask to join an elastic training, as its store has them."""
 
-from torch._C._distributed_c10d import TCPStore
+from functools import lru_cache
 
+from torch._C._distributed_c10d import Store, TCPStore
+
+from allstep.cli.exits import StoreAddress
 from allstep.comm.generations import Generation, joiners, signal_to_stop, stored_in
 
 
-def num_joiners(port: int) -> int:
+def num_joiners(address: StoreAddress) -> int:
     """How many have asked so far.
 
     Args:
-        port: of the launcher's store, on this machine.
+        address: of the run's store.
     """
-    return len(joiners(stored_in(TCPStore("127.0.0.1", port))))
+    return len(joiners(_opened(address)))
 
 
-def has_generation(port: int, number: int) -> bool:
+def has_generation(address: StoreAddress, number: int) -> bool:
     """Whether it is written who is in a generation."""
-    return Generation.read(stored_in(TCPStore("127.0.0.1", port)), number) is not None
+    return Generation.read(_opened(address), number) is not None
 
 
-def asks_to_stop(port: int) -> bool:
+def asks_to_stop(address: StoreAddress) -> bool:
     """Whether the launcher asks all workers to stop."""
-    return signal_to_stop(stored_in(TCPStore("127.0.0.1", port))) is not None
+    return signal_to_stop(_opened(address)) is not None
+
+
+@lru_cache(maxsize=4)
+def _opened(address: StoreAddress) -> Store:
+    """Once: after some fifty clients that come and go a TCPStore serves nobody for five seconds."""
+    return stored_in(TCPStore(address.host, address.port), address.job_id)

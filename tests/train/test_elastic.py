@@ -216,7 +216,7 @@ def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
             Workers(1, *later, min_workers=1, joins=workers.store_address) as first,
             Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address) as second,
         ):
-            wait_until(lambda: num_joiners(workers.store_address[1]) == 2, workers)
+            wait_until(lambda: num_joiners(workers.store_address) == 2, workers)
             goes_on.touch()
             expected = [-signal.SIGKILL, 0] if dies in of_first else [0, 0]
             assert ended(workers) == expected, workers.outcomes()
@@ -251,10 +251,10 @@ def test_a_worker_that_is_killed_as_it_asks_to_join(
         asks = ask_to_join, (moment, tmp_path / "log")
         with Workers(1, *asks, min_workers=1, joins=workers.store_address) as first:
             assert ended(first) == [-signal.SIGKILL]
-        num_before = num_joiners(workers.store_address[1])
+        num_before = num_joiners(workers.store_address)
         later = Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address)
         with later as second:
-            wait_until(lambda: num_joiners(workers.store_address[1]) > num_before, workers)
+            wait_until(lambda: num_joiners(workers.store_address) > num_before, workers)
             goes_on.touch()
             assert ended(workers) == [0]
             assert ended(second) == [0], second.outcomes()
@@ -283,9 +283,9 @@ def test_joining_a_generation_that_is_written_while_one_looks(
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, held, min_workers=1, joins=workers.store_address) as joiner:
-            wait_until(lambda: num_joiners(workers.store_address[1]) == 1, workers)
+            wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
             goes_on.touch()
-            wait_until(lambda: has_generation(workers.store_address[1], 1), workers)
+            wait_until(lambda: has_generation(workers.store_address, 1), workers)
             is_written.touch()
             assert ended(joiner) == [0], joiner.outcomes()
         assert ended(workers) == [0]
@@ -299,7 +299,7 @@ def test_all_that_began_are_lost(tmp_path: Path, undisturbed: Path) -> None:
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address) as joiner:
-            wait_until(lambda: num_joiners(workers.store_address[1]) == 1, workers)
+            wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
             goes_on.touch()
             assert ended(workers) == [-signal.SIGKILL] * 2
             assert ended(joiner) == [0], joiner.outcomes()
@@ -314,7 +314,7 @@ def test_all_that_began_are_lost_and_too_few_are_left(tmp_path: Path) -> None:
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=2) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, (run_dir, {}), min_workers=2, joins=workers.store_address) as joiner:
-            wait_until(lambda: num_joiners(workers.store_address[1]) == 1, workers)
+            wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
             goes_on.touch()
             assert ended(joiner) == [1], joiner.outcomes()
             assert "fewer than `min_workers` (=2)" in joiner.outcomes()[0].value
@@ -331,12 +331,12 @@ def test_a_launcher_that_has_lost_its_workers_is_asked_to_end(
         wait_until(lambda: is_held(goes_on), workers)
         later = (run_dir, {}, HeldAt(9, is_asked))
         with Workers(1, train, later, min_workers=1, joins=workers.store_address) as joiner:
-            wait_until(lambda: num_joiners(workers.store_address[1]) == 1, workers)
+            wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
             goes_on.touch()
             assert ended(workers) == [-signal.SIGKILL]
             with ThreadPoolExecutor(1) as pool:
                 code = pool.submit(workers.await_others, [signal.SIGINT])
-                wait_until(lambda: code.done() or asks_to_stop(workers.store_address[1]), joiner)
+                wait_until(lambda: code.done() or asks_to_stop(workers.store_address), joiner)
                 is_asked.touch()
                 assert code.result() == 128 + signal.SIGINT
             assert ended(joiner) == [0], joiner.outcomes()
@@ -361,7 +361,7 @@ def test_a_stopped_worker_is_left_behind_and_joins_again(
         workers.kill(stopped, signal_number=signal.SIGSTOP)
         wait_until(lambda: len(lines_of(run_dir)) >= 9 or workers.wait(0), workers)
         workers.kill(stopped, signal_number=signal.SIGCONT)
-        wait_until(lambda: num_joiners(workers.store_address[1]) == 1, workers)
+        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
         goes_on.touch()
         assert ended(workers) == [0, 0, 0]
     check_same(run_dir, undisturbed)

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import allstep
 from allstep import Communicator, Synchronous, UsageError, init
+from allstep.cli.exits import StoreAddress
 from allstep.comm.membership import Membership
 from allstep.comm.reproducible import digits_of
 from allstep.data import GlobalBatch
@@ -286,7 +287,7 @@ def test_gradients_of_several_batches(tmp_path: Path) -> None:
         workers = start(2, (tmp_path, {}, befores, allstep.Elastic, options))
         wait_until(lambda: is_held(goes_on), workers)
         joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins=workers.store_address)
-        wait_until(lambda: num_joiners(workers.store_address[1]) == 1, workers)
+        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
         goes_on.touch()
         assert ended(workers) == [0, -signal.SIGKILL], workers.outcomes()
         assert ended(joiner) == [0], joiner.outcomes()
@@ -346,7 +347,8 @@ def be_left_behind() -> None:
         comm.barrier()
         if comm.rank == 1:
             assert launch.master_port is not None
-            while not has_generation(launch.master_port, 1):
+            store = StoreAddress("127.0.0.1", launch.master_port, launch.job_id)
+            while not has_generation(store, 1):
                 time.sleep(0.01)
         membership.next(3)
         membership.end()
@@ -534,7 +536,7 @@ def test_joining(
         wait_until(lambda: is_held(goes_on), workers)
         first = start(1, later, joins=workers.store_address)
         second = start(1, (tmp_path, {}, {}), joins=workers.store_address)
-        wait_until(lambda: num_joiners(workers.store_address[1]) == 2, workers)
+        wait_until(lambda: num_joiners(workers.store_address) == 2, workers)
         goes_on.touch()
         groups = [workers, first, second]
         codes = [code for group in groups for code in ended(group)]
@@ -576,7 +578,7 @@ def test_killed_and_joined_at_any_call(
         workers = start(3, (tmp_path, first, befores))
         wait_until(lambda: bool(samples_by_step(tmp_path)[step - 1]) or workers.wait(0), workers)
         one, other = (start(1, given, joins=workers.store_address) for given in arguments)
-        wait_until(lambda: num_joiners(workers.store_address[1]) >= 1 or workers.wait(0), workers)
+        wait_until(lambda: num_joiners(workers.store_address) >= 1 or workers.wait(0), workers)
         goes_on.touch()
         groups = (workers, one, other)
         codes = [code for group in groups for code in ended(group)]

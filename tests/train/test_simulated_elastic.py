@@ -65,6 +65,34 @@ def test_hosts_are_cut_off_for_good(hosts: list[int]) -> None:
             assert "The store" in str(outcome.error)
 
 
+@pytest.mark.parametrize("at_s", [0.01, 0.2, 0.6])
+def test_the_store_is_lost(at_s: float) -> None:
+    """Those that have met train on without it."""
+    simulation = Simulation(0, Faults([0, 0, 1], launcher_dies_at_s=at_s))
+    simulation.run()
+    for outcome in simulation.outcomes:
+        assert outcome.state is not None and same(outcome.state, undisturbed())
+
+
+def test_the_store_is_cut_off() -> None:
+    """No step waits until the system says so."""
+    faults = Faults([1, 1, 2], parts_at_s=(0.1, frozenset({0}), 900.0))
+    simulation = Simulation(0, faults)
+    simulation.run()
+    for outcome in simulation.outcomes:
+        assert outcome.state is not None and same(outcome.state, undisturbed())
+
+
+def test_a_worker_is_lost_after_the_store() -> None:
+    """Nobody can say any more who may go on."""
+    simulation = Simulation(0, Faults([0, 0, 1], dies_at={1: 60}, launcher_dies_at_s=0.2))
+    simulation.run()
+    first, lost, third = simulation.outcomes
+    assert lost.process.was_killed
+    for left in (first, third):
+        assert left.state is None and "The store" in str(left.error)
+
+
 def test_one_of_two_is_lost() -> None:
     simulation = Simulation(0, Faults([0, 0], dies_at={0: 30}))
     simulation.run()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from allstep.cli.exits import StoreAddress
 from allstep.cli.worker import log_path
 from tests.helpers.elastic_workers import TOO_LATE
 from tests.helpers.joiners import num_joiners
@@ -110,7 +111,7 @@ class Nemesis:
         """Exit codes and errors, once all have ended."""
         clock = build_clock(self._folder) if schedule.has(*CLOCKS) else None
 
-        def start(num: int, host: Host, joins: tuple[str, int] | None) -> Workers:
+        def start(num: int, host: Host, joins: StoreAddress | None) -> Workers:
             arguments = (workload, host, self._run_dir, notes, schedule.joins_at_step, clock)
             return stack.enter_context(
                 Workers(num, work, arguments, min_workers=1, has_logs=True, joins=joins)
@@ -119,7 +120,7 @@ class Nemesis:
         with contextlib.ExitStack() as stack:
             with self._near.network():  # where the store is to be
                 groups = [start(schedule.num_first, self._near, None)]
-            store = self._near.address, groups[0].store_address[1]
+            store = groups[0].store_address._replace(host=self._near.address)
             groups += [start(1, self._far, store) for _ in range(schedule.num_joiners)]
             workers = [Worker(groups[0], rank, self._near) for rank in range(schedule.num_first)]
             workers += [Worker(group, 0, self._far) for group in groups[1:]]
@@ -167,9 +168,9 @@ class Nemesis:
     def _all_have_asked(self, workers: Sequence[Worker], after_s: float) -> bool:
         """Whether those who join have; or will not in time, for they are disturbed."""
         joiners = [worker for worker in workers if worker.host is self._far]
-        port = workers[0].group.store_address[1]
+        store = workers[0].group.store_address
         with self._near.network():
-            return num_joiners(port) >= len(joiners) or after_s > _HELD_S
+            return num_joiners(store) >= len(joiners) or after_s > _HELD_S
 
 
 def _may_lose_all(schedule: Schedule, workload: Workload) -> bool:

@@ -8,11 +8,11 @@ from torch._C._distributed_c10d import Store
 from allstep.comm.generations import POLL_S
 from allstep.comm.missing import RankNames
 from allstep.comm.places import Place
-from allstep.comm.system import CONNECT_S, System
+from allstep.comm.system import CONNECT_S, Event, System
 from allstep.comm.wire import Wire
 from allstep.errors import CollectiveTimeoutError
 from tests.helpers.simulation.network import FaultyNetwork, FaultyWire
-from tests.helpers.simulation.scheduler import Process
+from tests.helpers.simulation.scheduler import Process, Scheduler
 
 _STORE_TIMEOUT_S = 20.0
 _LOOK_S = 0.05
@@ -92,6 +92,23 @@ class SimulatedStore(Store):
             self.get(key)
 
 
+class _SimulatedEvent:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._is_set = scheduler, False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float) -> bool:
+        return self._scheduler.pause(self.is_set, timeout)
+
+
 class SimulatedSystem(System):
     """What a membership of a simulated process asks of the system; see `System`.
 
@@ -122,6 +139,9 @@ class SimulatedSystem(System):
         else:  # whoever finds the store as it was will look again
             self._scheduler.sleep_until_change(_LONGEST_POLL_S)
 
+    def new_event(self) -> Event:
+        return _SimulatedEvent(self._scheduler)
+
     def start_thread(self, run: Callable[[], None], name: str) -> None:
         self._scheduler.start(self._process, run, name)
 
@@ -131,6 +151,9 @@ class SimulatedSystem(System):
     def has_ended(self, place: Place) -> bool:
         process = self._processes[place.pid]
         return process.host == self._process.host and process.has_ended
+
+    def launcher_has_ended(self) -> bool:
+        return False  # that of a script is gone with all its workers
 
     def open_store(self, host: str, port: int, patience_s: float) -> Store:
         return self._store

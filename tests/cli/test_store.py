@@ -1,0 +1,93 @@
+"""`allstep store`, and runs whose workers find each other in it."""
+
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allstep.cli import run_folder
+from allstep.cli.exits import StoreRecord, keeping_store, read_store
+from allstep.cli.store import read_address
+from allstep.errors import UsageError
+from allstep.recipes.digits import Digits
+from tests.helpers.launched import Launched
+
+
+@pytest.mark.parametrize("text", ["alpha", "alpha:", ":29400", "alpha:port", "alpha:70000", ""])
+def test_no_address(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is no HOST:PORT, such as \w+:29400"):
+        read_address(text)
+
+
+def test_nothing_answers() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"start it there with `allstep store --port {port}`"):
+            read_address(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_a_port_that_there_is_not(port: int, refused: Callable[..., str]) -> None:
+    assert f"`port` (={port})" in refused("store", f"--port={port}")
+
+
+def test_a_port_that_is_taken(refused: Callable[..., str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"`port` (={port}) can't be listened on" in refused("store", "--port", str(port))
+
+
+def test_a_run_that_is_not_elastic(tmp_path: Path, refused: Callable[..., str]) -> None:
+    message = refused("train", "digits", "--store", "alpha:29400", "--run-dir", str(tmp_path / "r"))
+    assert "`store` (=alpha:29400) needs `--elastic`" in message
+
+
+def test_a_store_that_is_not_there(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Before a folder is made."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = f"127.0.0.1:{free.getsockname()[1]}"
+        flags = ("--elastic", "--workers", "2", "--store", store, "--run-dir", str(tmp_path / "r"))
+        assert f"`store` (={store!r}) does not answer" in refused("train", "digits", *flags)
+        assert "does not answer" in refused("launch", *flags, "--", "-c", "pass")
+    assert not (tmp_path / "r").exists()
+
+
+def test_what_continues_the_run_names_the_store(tmp_path: Path) -> None:
+    run_folder.write_recipe(tmp_path, Digits())
+    run_folder.note_launch(tmp_path, elastic=True, store="alpha:29400")
+    command = f"allstep train --resume {tmp_path} --elastic --store alpha:29400"
+    assert run_folder.resume_command(tmp_path, 1) == command
+
+
+def test_joining_where_the_store_is_gone(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """It is no launcher that can't be reached."""
+    run_folder.write_recipe(tmp_path, Digits())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        record = StoreRecord(
+            port=free.getsockname()[1],
+            job_id="job",
+            min_workers=1,
+            host="alpha",
+            addresses=["127.0.0.1"],
+            is_apart=True,
+        )
+        with keeping_store(tmp_path, record):
+            assert read_store(tmp_path) == record
+            assert "The store on alpha can't be reached" in refused("join", str(tmp_path))
+
+
+@pytest.mark.process
+def test_a_signal_ends_it() -> None:
+    store = Launched("-m", "allstep", "store", "--port", 0)
+    assert store.process.stdout is not None
+    line = store.process.stdout.readline()
+    assert line.startswith("serves elastic runs at ")
+    read_address(f"127.0.0.1:{line.rpartition(':')[2].strip()}")
+    store.process.send_signal(signal.SIGTERM)
+    store.finish(within_s=60)
+    assert (store.code, store.errors) == (143, "")
