@@ -97,6 +97,7 @@ class Membership:
         self._requests = Requests()
         self._looked_at_s = -_LOOK_S
         self._has_lost_store = self._is_over = False
+        self._end_code: int | None = None
         try:
             # For as long as the others may wait for this worker it can come back.
             served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
@@ -177,10 +178,10 @@ class Membership:
         Args:
             code: for the launcher to exit with, should its own workers all have been lost.
         """
+        if self._answered.wait(CONNECT_S) and not self._has_lost_store:
+            self._end_code = code
+            self._ask(CONNECT_S)
         self.leave()
-        if not self._has_lost_store:
-            with suppress(RuntimeError):
-                write_end(self._store, code)
 
     def leave(self) -> None:
         """This worker trains no more."""
@@ -200,18 +201,26 @@ class Membership:
         return found if found.generation == self.generation else Requests(signal=found.signal)
 
     def _look_for_requests(self) -> None:
-        """Has the thread look that watches: this one waits for a store that answers only."""
         now_s = self._system.now_s()
         if self._answered.is_set() and now_s - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = now_s
-            self._answered.clear()
-            self._asked.set()
-            self._answered.wait(_ANSWER_S)
+            self._ask(_ANSWER_S)
+
+    def _ask(self, limit_s: float) -> None:
+        """Has the thread that watches call the store; waits for it no longer than it may take.
+
+        A store whose host was lost without a word leaves a call without an answer for minutes.
+        """
+        self._answered.clear()
+        self._asked.set()
+        self._answered.wait(limit_s)
 
     def _answer(self) -> None:
-        generation = self.generation
-        signal = signal_to_stop(self._store)
-        self._requests = Requests(generation, bool(self._waiting()), signal)
+        if self._end_code is not None:
+            write_end(self._store, self._end_code)
+        else:
+            generation, signal = self.generation, signal_to_stop(self._store)
+            self._requests = Requests(generation, bool(self._waiting()), signal)
         self._answered.set()
 
     def _check_launcher(self) -> None:

@@ -1,18 +1,24 @@
 """`allstep store`, and runs whose workers find each other in it."""
 
+import contextlib
+import math
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from allstep.cli import run_folder
 from allstep.cli.exits import StoreRecord, keeping_store, read_store
-from allstep.cli.store import read_address
+from allstep.cli.store import PORT, read_address
 from allstep.errors import UsageError
 from allstep.recipes.digits import Digits
 from tests.helpers.launched import Launched
+from tests.helpers.nemesis.disturb import Scene, disturb
+from tests.helpers.nemesis.faults import Fault
+from tests.helpers.nemesis.hosts import Host, two_hosts
 
 
 @pytest.mark.parametrize("text", ["alpha", "alpha:", ":29400", "alpha:port", "alpha:70000", ""])
@@ -91,3 +97,34 @@ def test_a_signal_ends_it() -> None:
     store.process.send_signal(signal.SIGTERM)
     store.finish(within_s=60)
     assert (store.code, store.errors) == (143, "")
+
+
+@pytest.mark.slow
+@pytest.mark.net
+def test_the_host_of_the_store_is_lost_without_a_word(tmp_path: Path) -> None:
+    """Its workers train on, and do not wait at the end until the system gives up the connection."""
+    disk, run_dir = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    with two_hosts(disk) as (near, far):
+        store = Launched("-m", "allstep", "store", on=partial(on, far))
+        flags = ("--workers", 2, "--elastic", "--epochs", 3, "--run-dir", run_dir)
+        address = f"{far.address}:{PORT}"
+        store.wait_until(lambda: answers(near, address))
+        given = ("-m", "allstep", "train", "digits", *flags, "--store", address)
+        training = Launched(*given, on=partial(on, near))
+        training.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
+        disturb(Fault("drop", 0, 0, math.inf), Scene({}, [near, far], far, disk, disk))
+        training.finish(within_s=200)
+        assert training.code == 0, training.errors
+        store.process.terminate()
+        store.finish(within_s=60)
+
+
+def on(host: Host, line: list[str]) -> list[str]:
+    return ["ip", "netns", "exec", host.namespace, *line]
+
+
+def answers(host: Host, address: str) -> bool:
+    with host.network(), contextlib.suppress(UsageError):
+        return bool(read_address(address))
+    return False
