@@ -40,7 +40,13 @@ from allstep.cli.exits import (
 from allstep.cli.interruptible import SIGNALS, signals_handled
 from allstep.cli.worker import log_path, run_forked, write_call
 from allstep.comm import await_others
-from allstep.env import environment_of_joiner, environment_of_worker, make_room
+from allstep.env import (
+    address_towards,
+    environment_of_joiner,
+    environment_of_worker,
+    is_loopback,
+    make_room,
+)
 from allstep.train import FAILED, PEER_LOST, REPEAT_S, REPORTED
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
@@ -302,10 +308,11 @@ def launch_workers(workers: Workers, run_dir: Path | None = None) -> int:
 
 def _record_of(workers: Workers, min_workers: int) -> StoreRecord:
     host, port, job_id = workers.store_address
-    record = StoreRecord(port=port, job_id=job_id, min_workers=min_workers)
-    if workers.store is None:
+    is_apart = workers.store is not None
+    record = StoreRecord(port=port, job_id=job_id, min_workers=min_workers, is_apart=is_apart)
+    if is_loopback(address_towards(host)):  # on this host, whose addresses others reach
         return record
-    return replace(record, host=host, addresses=[host], is_apart=True)
+    return replace(record, host=host, addresses=[host])
 
 
 class Watch:
