@@ -22,6 +22,7 @@ _OF_ONE_RUN = {
     "resume": "what is finished or begun there is found without it",
     "elastic": "train such a run alone",
     "min_workers": "it goes with `--elastic`",
+    "store": "it goes with `--elastic`",
     "restarts": "give the same command again, and it goes on",
     "doctor": "look before, by `allstep doctor`",
 }

@@ -68,7 +68,7 @@ def test_hosts_are_cut_off_for_good(hosts: list[int]) -> None:
 @pytest.mark.parametrize("at_s", [0.01, 0.2, 0.6])
 def test_the_store_is_lost(at_s: float) -> None:
     """Those that have met train on without it."""
-    simulation = Simulation(0, Faults([0, 0, 1], launcher_dies_at_s=at_s))
+    simulation = Simulation(0, Faults([0, 0, 1], store_ends_at_s=at_s))
     simulation.run()
     for outcome in simulation.outcomes:
         assert outcome.state is not None and same(outcome.state, undisturbed())
@@ -85,7 +85,7 @@ def test_the_store_is_cut_off() -> None:
 
 def test_a_worker_is_lost_after_the_store() -> None:
     """Nobody can say any more who may go on."""
-    simulation = Simulation(0, Faults([0, 0, 1], dies_at={1: 60}, launcher_dies_at_s=0.2))
+    simulation = Simulation(0, Faults([0, 0, 1], dies_at={1: 60}, store_ends_at_s=0.2))
     simulation.run()
     first, lost, third = simulation.outcomes
     assert lost.process.was_killed

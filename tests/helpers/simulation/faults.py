@@ -19,7 +19,7 @@ class Faults:
         freezes_at: rank -> at which of its calls it is stopped, and for how many seconds.
         joins_at_s: when others come, and to which host.
         parts_at_s: when hosts are cut off, which, and for how long.
-        launcher_dies_at_s: when the store is gone.
+        store_ends_at_s: when the store is gone.
     """
 
     hosts: list[int]
@@ -27,7 +27,7 @@ class Faults:
     freezes_at: dict[int, tuple[int, float]] = field(default_factory=dict)
     joins_at_s: list[tuple[float, int, float]] = field(default_factory=list)
     parts_at_s: tuple[float, frozenset[int], float] | None = None
-    launcher_dies_at_s: float = math.inf
+    store_ends_at_s: float = math.inf
 
     @classmethod
     def draw(cls, scheduler: Scheduler) -> "Faults":
@@ -52,5 +52,5 @@ class Faults:
             cut_off = frozenset(h for h in range(num_hosts) if random.random() < 0.5)
             faults.parts_at_s = most_s * random.random(), cut_off, random.choice((2.0, 60.0))
         if random.random() < 0.03:
-            faults.launcher_dies_at_s = most_s * random.random()
+            faults.store_ends_at_s = most_s * random.random()
         return faults

@@ -137,9 +137,9 @@ class Simulation:
         if faults.parts_at_s is not None:
             at_s, hosts, for_s = faults.parts_at_s
             events += [(at_s, lambda: self._part(hosts)), (at_s + for_s, lambda: self._part())]
-        if faults.launcher_dies_at_s < math.inf:
+        if faults.store_ends_at_s < math.inf:
             events.append(
-                (faults.launcher_dies_at_s, lambda: self.scheduler.end(self._launcher, killed=True))
+                (faults.store_ends_at_s, lambda: self.scheduler.end(self._launcher, killed=True))
             )
         for at_s, event in sorted(events, key=lambda pair: pair[0]):
             self.scheduler.sleep(max(0.0, start_s + at_s - self.scheduler.now_s))
@@ -180,7 +180,7 @@ class Simulation:
     def _may_be_lost(self, left: Sequence[Outcome]) -> bool:
         """Whether nobody need have come to the end."""
         first = [o for o in left if o in self.outcomes[: len(self.faults.hosts)]]
-        return not first or self.faults.launcher_dies_at_s < math.inf or self._may_be_left_behind
+        return not first or self.faults.store_ends_at_s < math.inf or self._may_be_left_behind
 
     @property
     def _may_be_left_behind(self) -> bool:
@@ -191,7 +191,7 @@ class Simulation:
         text = str(error)
         expected = isinstance(error, UsageError) and "has ended" in text
         expected |= "have died" in text or "were lost before this one" in text
-        if self.faults.launcher_dies_at_s < math.inf:
+        if self.faults.store_ends_at_s < math.inf:
             expected |= isinstance(error, CommunicationError)
         if self._may_be_left_behind:
             expected |= isinstance(error, PeerLostError)
