@@ -11,10 +11,8 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _NUM_SEEDS = 600  # until a mistake must have been found
 _FIRST_SEEDS = {  # shortly before the one that finds it, where that is not among the first
-    "a list written twice": 130,
-    "joiners kept without a state": 3585,  # one of two in 10,000
+    "joiners kept without a state": 2550,  # hardly another finds it
     "a meeting of another generation": 145,
-    "signs of life not looked at": 290,
     "checksums not checked": 44,
     "no space for a name passed over": 98,
     "what living writers write swept away": 15,

@@ -168,7 +168,8 @@ class Simulation:
         assert whole or self._may_be_lost(left), [repr(o.error) for o in left]
         for outcome in left:
             if outcome.error is not None:
-                self._check_error(outcome.error)
+                is_first = outcome in self.outcomes[: len(self.faults.hosts)]
+                self._check_error(outcome.error, is_first=is_first)
 
     def _is_right(self, state: Sequence[Tensor]) -> bool:
         return same(state, undisturbed())
@@ -187,10 +188,11 @@ class Simulation:
         """Whether the others may go on without one that is alive."""
         return bool(self.faults.freezes_at) or self.faults.parts_at_s is not None
 
-    def _check_error(self, error: Exception) -> None:
+    def _check_error(self, error: Exception, *, is_first: bool) -> None:
         text = str(error)
         expected = isinstance(error, UsageError) and "has ended" in text
         expected |= "have died" in text or "were lost before this one" in text
+        expected &= not is_first or self._may_be_left_behind  # of one that comes too late
         if self.faults.store_ends_at_s < math.inf:
             expected |= isinstance(error, CommunicationError)
         if self._may_be_left_behind:
