@@ -62,7 +62,8 @@ def forget_exits(run_dir: Path | None) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _outward_addresses() -> list[str]:
+def outward_addresses() -> list[str]:
+    """Of this host, by which others may reach it."""
     return [address for _, address in own_addresses() if not is_loopback(address)]
 
 
@@ -96,7 +97,7 @@ class StoreRecord:
     job_id: str
     min_workers: int
     host: str = field(default_factory=socket.gethostname)
-    addresses: Sequence[str] = field(default_factory=_outward_addresses)
+    addresses: Sequence[str] = field(default_factory=outward_addresses)
     is_apart: bool = False
 
     def reachable_address(self) -> StoreAddress:

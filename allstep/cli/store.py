@@ -12,9 +12,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from allstep.cli.exits import outward_addresses
 from allstep.cli.interruptible import interruptible
 from allstep.cli.probe_network import listening_socket
-from allstep.env import is_loopback, own_addresses
 from allstep.errors import UsageError
 
 PORT = 29_400
@@ -36,8 +36,7 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"`port` (={port}) is none: choose one up to {_LARGEST_PORT}.")
     with interruptible():
         store = _serve(port)
-        outward = [address for _, address in own_addresses() if not is_loopback(address)]
-        for address in outward or ["127.0.0.1"]:
+        for address in outward_addresses() or ["127.0.0.1"]:
             print(f"serves elastic runs at {address}:{store.port}", flush=True)
         while True:
             signal.pause()

@@ -90,8 +90,10 @@ def run_on_workers(
     if num_workers is None or is_here:
         forget_exits(run_dir)
         return run_here(partial(body, **arguments))
-    elastic: dict[str, Any] = {"min_workers": min_workers, "store": store}
-    return ask_workers(num_workers, body, run_dir=run_dir, **elastic, **arguments)[0]
+    code, _ = ask_workers(
+        num_workers, body, run_dir=run_dir, min_workers=min_workers, store=store, **arguments
+    )
+    return code
 
 
 def ask_workers(

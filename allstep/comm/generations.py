@@ -200,6 +200,21 @@ def signal_to_stop(store: Store) -> int | None:
     return int(store.get(_STOP)) if store.check([_STOP]) else None
 
 
+@contextmanager
+def lost_store_told() -> Iterator[None]:
+    """Raises PeerLostError where the store does not answer."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, and allstep's
+        if isinstance(error, CommunicationError):
+            raise
+        raise PeerLostError(
+            "The store in which workers find each other is gone: the launcher, or `allstep store`,"
+            f" that serves it has ended. Resume the run from its newest checkpoint. ({error})"
+        ) from error
+
+
+@lost_store_told()
 def await_others(
     served: Store, job_id: str, came: Sequence[int], gives_up: Callable[[], bool] = lambda: False
 ) -> int | None:
@@ -217,12 +232,7 @@ def await_others(
     Raises:
         PeerLostError: if the store is gone, which another process serves.
     """
-    with lost_store_told():
-        return _await_others(stored_in(served, job_id), came, gives_up)
-
-
-def _await_others(store: Store, came: Sequence[int], gives_up: Callable[[], bool]) -> int | None:
-    number = -1
+    store, number = stored_in(served, job_id), -1
     liveness = Liveness(store)
     while not (is_over(store) or gives_up()):
         if came and signal_to_stop(store) is None:
@@ -235,17 +245,3 @@ def _await_others(store: Store, came: Sequence[int], gives_up: Callable[[], bool
             break
         time.sleep(POLL_S)
     return int(store.get(_OVER)) if is_over(store) else None
-
-
-@contextmanager
-def lost_store_told() -> Iterator[None]:
-    """Raises PeerLostError where the store does not answer."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's, and allstep's
-        if isinstance(error, CommunicationError):
-            raise
-        raise PeerLostError(
-            "The store in which workers find each other is gone: the launcher, or `allstep store`,"
-            f" that serves it has ended. Resume the run from its newest checkpoint. ({error})"
-        ) from error

@@ -178,7 +178,7 @@ class Membership:
         Args:
             code: for the launcher to exit with, should its own workers all have been lost.
         """
-        if self._answered.wait(CONNECT_S) and not self._has_lost_store:
+        if self._answered.wait(CONNECT_S):
             self._end_code = code
             self._ask(CONNECT_S)
         self.leave()
@@ -187,30 +187,27 @@ class Membership:
         """This worker trains no more."""
         self._is_over = True
 
-    @property
-    def requests(self) -> Requests:
-        """What is asked of this generation, as rank 0 finds it a few times a second at most.
+    def look(self) -> Requests:
+        """What is asked of this generation; rank 0 looks a few times a second at most.
 
         Raises:
             PeerLostError: if this worker's launcher has ended, without which nobody ends it.
         """
         self._check_launcher()
-        if self.members[0].name == self._own.name and not self._has_lost_store:
-            self._look_for_requests()
-        found = self._requests
-        return found if found.generation == self.generation else Requests(signal=found.signal)
-
-    def _look_for_requests(self) -> None:
-        now_s = self._system.now_s()
-        if self._answered.is_set() and now_s - self._looked_at_s >= _LOOK_S:
+        now_s, is_first = self._system.now_s(), self.members[0].name == self._own.name
+        if is_first and self._answered.is_set() and now_s - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = now_s
             self._ask(_ANSWER_S)
+        found = self._requests
+        return found if found.generation == self.generation else Requests(signal=found.signal)
 
     def _ask(self, limit_s: float) -> None:
         """Has the thread that watches call the store; waits for it no longer than it may take.
 
         A store whose host was lost without a word leaves a call without an answer for minutes.
         """
+        if self._has_lost_store:
+            return
         self._answered.clear()
         self._asked.set()
         self._answered.wait(limit_s)
@@ -233,8 +230,8 @@ class Membership:
         As a rule workers learn by a connection that closes that one of them has ended, or has left
         for the next generation. But they may wait for one that is in a long step, for one whose
         connection was closed just when they began to wait, or for a group to meet to which one of
-        them won't come any more. A thread looks, which also gives [Note: signs of life] and finds
-        `requests`.
+        them won't come any more. A thread looks, which also gives [Note: signs of life] and calls
+        the store for `look`.
 
         Args:
             comm: of the generation.

@@ -88,7 +88,7 @@ class System:
         return os.getppid() != self._launcher_pid
 
     def open_store(self, host: str, port: int, patience_s: float) -> Store:
-        """The store that a launcher serves.
+        """The store of a run, which another process serves.
 
         Args:
             host, port: where.

@@ -71,7 +71,7 @@ class StepCommit:
         Returns:
             The whole loss, on every worker. Collective.
         """
-        requests = self._membership.requests
+        requests = self._membership.look()
         if requests.signal is not None:
             self._interrupts.request(requests.signal)
         flag = torch.full_like(loss.view(-1)[:1], float(requests.others_wait))

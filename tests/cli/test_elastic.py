@@ -12,7 +12,6 @@ import pytest
 from allstep.cli import run_folder
 from allstep.cli.exits import StoreRecord, forget_exits, keeping_store, read_store
 from allstep.cli.main import main
-from allstep.cli.store import read_address
 from allstep.comm import read_states
 from allstep.errors import UsageError
 from allstep.recipes.digits import Digits
@@ -20,7 +19,7 @@ from allstep.train import read_checkpoint
 from allstep.train.metrics import read_metrics
 from tests.helpers.compare import differing_names
 from tests.helpers.elastic_runs import log_of
-from tests.helpers.joiners import num_joiners
+from tests.helpers.joiners import answers, num_joiners
 from tests.helpers.launched import Launched
 from tests.helpers.ports import free_port
 
@@ -66,9 +65,9 @@ def test_launcher_and_store_are_lost_where_the_store_is_apart(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on which the bits depend
     run_dir, alone = tmp_path / "run", tmp_path / "alone"
     store, address = served()
-    undisturbed = start(alone, "--store", address, "--workers", 1, epochs=3)
-    undisturbed.finish(within_s=200)  # the next run is another one in the same store
-    training = start(run_dir, "--store", address, epochs=3)
+    undisturbed = start(alone, "--store", address, "--workers", 1, epochs=20)
+    undisturbed.finish(within_s=400)  # the next run is another one in the same store
+    training = start(run_dir, "--store", address, epochs=20)
     second = training.workers()[1]
     second.send_signal(signal.SIGSTOP)  # all wait until the other has come
     joining = Launched("-m", "allstep", "join", run_dir)
@@ -86,12 +85,12 @@ def test_launcher_and_store_are_lost_where_the_store_is_apart(
     store.process.send_signal(signal.SIGKILL)
     store.finish(within_s=60)
     for launched in (joining, last):
-        launched.finish(within_s=200)
+        launched.finish(within_s=400)
         assert launched.code == 0, launched.errors
     assert "the store in which workers find each other is gone" in joining.errors
     assert log_of(run_dir) == log_of(alone)
     models = [
-        read_checkpoint(x / "checkpoints" / "step-00000045")["model"] for x in (run_dir, alone)
+        read_checkpoint(x / "checkpoints" / "step-00000300")["model"] for x in (run_dir, alone)
     ]
     assert differing_names(*models) == []
 
@@ -99,17 +98,10 @@ def test_launcher_and_store_are_lost_where_the_store_is_apart(
 def served() -> tuple[Launched, str]:
     """An `allstep store`, and its address."""
     port = free_port()
+    address = f"127.0.0.1:{port}"
     store = Launched("-m", "allstep", "store", "--port", port)
-    store.wait_until(lambda: answers(port))
-    return store, f"127.0.0.1:{port}"
-
-
-def answers(port: int) -> bool:
-    try:
-        read_address(f"127.0.0.1:{port}")
-    except UsageError:
-        return False
-    return True
+    store.wait_until(lambda: answers(address))
+    return store, address
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """`allstep join` from another host than the launcher's."""
 
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -10,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from allstep.cli.exits import StoreRecord
 from allstep.errors import UsageError
 from tests.helpers import elastic_script
 from tests.helpers.compare import differing_names
-from tests.helpers.joiners import num_joiners
+from tests.helpers.joiners import num_joiners, unreachable_store
 from tests.helpers.launched import Launched
 from tests.helpers.named_hosts import NamedHosts, named_hosts
 
@@ -76,14 +74,9 @@ def test_workers_of_the_launcher_are_lost(num_lost: int, hosts: NamedHosts, tmp_
 
 def test_a_launcher_that_cannot_be_reached() -> None:
     """Its host is named, and what to do."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        record = StoreRecord(
-            port=free.getsockname()[1],
-            job_id="job",
-            min_workers=1,
-            host="gamma",
-            addresses=["127.0.0.1"],
-        )
-        with pytest.raises(UsageError, match=r"on gamma can't be reached .* of 127\.0\.0\.1"):
-            record.reachable_address()
+    message = r"on gamma can't be reached .* of 127\.0\.0\.1"
+    with (
+        unreachable_store("gamma", is_apart=False) as record,
+        pytest.raises(UsageError, match=message),
+    ):
+        record.reachable_address()

@@ -1,6 +1,5 @@
 """`allstep store`, and runs whose workers find each other in it."""
 
-import contextlib
 import math
 import signal
 import socket
@@ -11,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from allstep.cli import run_folder
-from allstep.cli.exits import StoreRecord, keeping_store, read_store
+from allstep.cli.exits import keeping_store, read_store
 from allstep.cli.store import PORT, read_address
 from allstep.errors import UsageError
 from allstep.recipes.digits import Digits
+from tests.helpers.joiners import answers, unreachable_store
 from tests.helpers.launched import Launched
 from tests.helpers.nemesis.disturb import Scene, disturb
 from tests.helpers.nemesis.faults import Fault
 from tests.helpers.nemesis.hosts import Host, two_hosts
+from tests.helpers.ports import silent_port
 
 
 @pytest.mark.parametrize("text", ["alpha", "alpha:", ":29400", "alpha:port", "alpha:70000", ""])
@@ -28,11 +29,11 @@ def test_no_address(text: str) -> None:
 
 
 def test_nothing_answers() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"start it there with `allstep store --port {port}`"):
-            read_address(f"127.0.0.1:{port}")
+    with (
+        silent_port() as port,
+        pytest.raises(UsageError, match=rf"start it there with `allstep store --port {port}`"),
+    ):
+        read_address(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("port", [-1, 70_000])
@@ -53,9 +54,8 @@ def test_a_run_that_is_not_elastic(tmp_path: Path, refused: Callable[..., str]) 
 
 def test_a_store_that_is_not_there(tmp_path: Path, refused: Callable[..., str]) -> None:
     """Before a folder is made."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = f"127.0.0.1:{free.getsockname()[1]}"
+    with silent_port() as port:
+        store = f"127.0.0.1:{port}"
         flags = ("--elastic", "--workers", "2", "--store", store, "--run-dir", str(tmp_path / "r"))
         assert f"`store` (={store!r}) does not answer" in refused("train", "digits", *flags)
         assert "does not answer" in refused("launch", *flags, "--", "-c", "pass")
@@ -72,19 +72,9 @@ def test_what_continues_the_run_names_the_store(tmp_path: Path) -> None:
 def test_joining_where_the_store_is_gone(tmp_path: Path, refused: Callable[..., str]) -> None:
     """It is no launcher that can't be reached."""
     run_folder.write_recipe(tmp_path, Digits())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        record = StoreRecord(
-            port=free.getsockname()[1],
-            job_id="job",
-            min_workers=1,
-            host="alpha",
-            addresses=["127.0.0.1"],
-            is_apart=True,
-        )
-        with keeping_store(tmp_path, record):
-            assert read_store(tmp_path) == record
-            assert "The store on alpha can't be reached" in refused("join", str(tmp_path))
+    with unreachable_store("alpha", is_apart=True) as record, keeping_store(tmp_path, record):
+        assert read_store(tmp_path) == record
+        assert "The store on alpha can't be reached" in refused("join", str(tmp_path))
 
 
 @pytest.mark.process
@@ -109,7 +99,8 @@ def test_the_host_of_the_store_is_lost_without_a_word(tmp_path: Path) -> None:
         store = Launched("-m", "allstep", "store", on=partial(on, far))
         flags = ("--workers", 2, "--elastic", "--epochs", 3, "--run-dir", run_dir)
         address = f"{far.address}:{PORT}"
-        store.wait_until(lambda: answers(near, address))
+        with near.network():
+            store.wait_until(lambda: answers(address))
         given = ("-m", "allstep", "train", "digits", *flags, "--store", address)
         training = Launched(*given, on=partial(on, near))
         training.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
@@ -122,9 +113,3 @@ def test_the_host_of_the_store_is_lost_without_a_word(tmp_path: Path) -> None:
 
 def on(host: Host, line: list[str]) -> list[str]:
     return ["ip", "netns", "exec", host.namespace, *line]
-
-
-def answers(host: Host, address: str) -> bool:
-    with host.network(), contextlib.suppress(UsageError):
-        return bool(read_address(address))
-    return False

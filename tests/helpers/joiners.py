@@ -1,11 +1,16 @@
 """Workers that ask to join an elastic training, as its store has them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from allstep.cli.exits import StoreAddress
+from allstep.cli.exits import StoreAddress, StoreRecord
+from allstep.cli.store import read_address
 from allstep.comm.generations import Generation, joiners, signal_to_stop, stored_in
+from allstep.errors import UsageError
+from tests.helpers.ports import silent_port
 
 
 def num_joiners(address: StoreAddress) -> int:
@@ -25,6 +30,27 @@ def has_generation(address: StoreAddress, number: int) -> bool:
 def asks_to_stop(address: StoreAddress) -> bool:
     """Whether the launcher asks all workers to stop."""
     return signal_to_stop(_opened(address)) is not None
+
+
+def answers(address: str) -> bool:
+    """Whether a store does, at HOST:PORT."""
+    with suppress(UsageError):
+        return bool(read_address(address))
+    return False
+
+
+@contextmanager
+def unreachable_store(host: str, *, is_apart: bool) -> Iterator[StoreRecord]:
+    """What a run's folder has of a store at which nothing answers."""
+    with silent_port() as port:
+        yield StoreRecord(
+            port=port,
+            job_id="job",
+            min_workers=1,
+            host=host,
+            addresses=["127.0.0.1"],
+            is_apart=is_apart,
+        )
 
 
 @lru_cache(maxsize=4)

@@ -3,11 +3,21 @@
 import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _FIRST = 10_000
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to who asks for any, or connects
 _ports = random.Random(os.getpid())  # processes that run tests side by side look elsewhere
+
+
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port of this machine at which nothing answers meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 def free_port() -> int:
