@@ -4,21 +4,25 @@
         [--folder TEXTS] [--quick]
 
 Each run is a whole training on one worker of one thread: with exact sums the same bits come out on
-any number of them. Prints a table, writes benchmarks/results/bench_exact_accuracy.json, ends with
-one line of JSON: `difference_<recipe>_<optimizer>`, the mean metric with exact sums less that with
-float32's, and `completed_share`: of all exact runs' steps after the first ten
-those in which a gradient did not fit, so that a second message was needed.
+any number of them. A run that benchmarks/results/bench_exact_accuracy.jsonl has is not trained
+again. Prints a table, writes benchmarks/results/bench_exact_accuracy.json, ends with one line of
+JSON: `difference_<recipe>_<optimizer>`, the mean metric with exact sums less that with float32's,
+and `completed_share`: of all exact runs' steps after the first ten those in which a gradient did
+not fit, so that a second message was needed.
 """
 
 import argparse
+import json
 import statistics
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import print_headline, write_results
+from common import RESULTS, circumstances, print_headline, read_runs, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +32,7 @@ from allstep.train.run import Run
 
 FIRST_STEPS = 10
 LR = {"lamb": 0.01, "adamw": 3e-3}  # sgd has the recipe's own
+COMPRESSIONS = ("exact", "fp32")
 METRIC = {"text": "loss"}  # of the others the accuracy
 
 
@@ -59,6 +64,37 @@ def make_recipe(
     return recipe if folder is None or name != "text" else replace(recipe, folder=folder)
 
 
+def run_all(flags: argparse.Namespace, wanted: Sequence[str], path: Path) -> list[dict[str, Any]]:
+    """The runs of `wanted`; those that are not in the file are trained and added to it."""
+    old = read_runs(path)
+    found: list[dict[str, Any]] = []
+    for entry, seed, compression in product(wanted, range(flags.seeds), COMPRESSIONS):
+        name, optimizer = entry.split(":")
+        recipe = make_recipe(name, optimizer, seed, compression, flags.epochs, flags.folder)
+        what = {
+            "recipe": name,
+            "optimizer": optimizer,
+            "seed": seed,
+            "compression": compression,
+            "epochs": recipe.epochs,
+        }
+        run = next((run for run in old if what.items() <= run.items()), None)
+        if run is None:
+            run = {**what, **train(recipe), "date": circumstances()["date"]}
+            print(run, flush=True)
+            with path.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+        found.append(run)
+    return found
+
+
+def completed_share(runs: Sequence[dict[str, Any]]) -> float:
+    """Of the exact runs' steps after the first ones, those with a second message."""
+    exact = [run for run in runs if run["compression"] == "exact"]
+    num = sum(run["steps"] - FIRST_STEPS for run in exact)
+    return sum(run["completed_later"] for run in exact) / num
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", metavar="RECIPE:OPTIMIZER")
@@ -66,46 +102,38 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="by default the recipe's own")
     parser.add_argument("--folder", type=Path, help="of the recipe `text`")
     parser.add_argument("--quick", action="store_true", help="digits only, two epochs, two seeds")
-    known = parser.parse_args()
-    wanted = known.runs or ["digits:sgd", "digits:lamb", "digits:adamw", "fashion:sgd"]
-    if known.quick:
-        wanted, known.epochs, known.seeds = ["digits:sgd"], 2, 2
+    flags = parser.parse_args()
+    wanted = flags.runs or ["digits:sgd", "digits:lamb", "digits:adamw", "fashion:sgd"]
+    if flags.quick:
+        wanted, flags.epochs, flags.seeds = ["digits:sgd"], 2, 2
     torch.set_num_threads(1)
+    RESULTS.mkdir(exist_ok=True)
+    name = "bench_exact_accuracy_quick" if flags.quick else "bench_exact_accuracy"
+    runs = run_all(flags, wanted, RESULTS / f"{name}.jsonl")
 
     table = Table(
         "", "exact, by seed", "fp32, by seed", "difference", "seeds differ by", "completed"
     )
     keys: dict[str, float] = {}
-    runs: list[dict[str, Any]] = []
     for entry in wanted:
-        name, optimizer = entry.split(":")
-        metric = METRIC.get(name, "accuracy")
-        found: dict[str, list[float]] = {"exact": [], "fp32": []}
-        for seed in range(known.seeds):
-            for compression in found:
-                recipe = make_recipe(name, optimizer, seed, compression, known.epochs, known.folder)
-                run = {"recipe": name, "optimizer": optimizer, "seed": seed, **train(recipe)}
-                runs.append({**run, "compression": compression, "epochs": recipe.epochs})
-                found[compression].append(run["metrics"][metric])
-                print(runs[-1], flush=True)
-        mine = [r for r in runs if (r["recipe"], r["optimizer"]) == (name, optimizer)]
-        exact = [r for r in mine if r["compression"] == "exact"]
-        difference = statistics.mean(found["exact"]) - statistics.mean(found["fp32"])
-        keys[f"difference_{name}_{optimizer}"] = difference
-        later = sum(r["completed_later"] for r in exact)
-        num = sum(r["steps"] - FIRST_STEPS for r in exact)
-        table.add_row(
-            f"{name}, {optimizer}, {metric}",
-            *(" ".join(f"{x:.4f}" for x in values) for values in found.values()),
-            f"{difference:+.4f}",
-            f"{statistics.stdev(found['fp32']):.4f}",
-            f"{later} of {num} steps",
+        recipe, optimizer = entry.split(":")
+        mine = [run for run in runs if (run["recipe"], run["optimizer"]) == (recipe, optimizer)]
+        metric = METRIC.get(recipe, "accuracy")
+        exact, fp32 = (
+            [run["metrics"][metric] for run in mine if run["compression"] == compression]
+            for compression in COMPRESSIONS
         )
-    exact = [r for r in runs if r["compression"] == "exact"]
-    num = sum(r["steps"] - FIRST_STEPS for r in exact)
-    keys["completed_share"] = sum(r["completed_later"] for r in exact) / num
+        difference = statistics.mean(exact) - statistics.mean(fp32)
+        keys[f"difference_{recipe}_{optimizer}"] = difference
+        table.add_row(
+            f"{recipe}, {optimizer}, {metric}",
+            *(" ".join(f"{value:.4f}" for value in values) for values in (exact, fp32)),
+            f"{difference:+.4f}",
+            f"{statistics.stdev(fp32):.4f}",
+            f"{completed_share(mine):.3%} of steps",
+        )
+    keys["completed_share"] = completed_share(runs)
     Console(width=160).print(table)
-    name = "bench_exact_accuracy_quick" if known.quick else "bench_exact_accuracy"
     write_results(name, {"runs": runs, **keys})
     print_headline(**keys)
 
