@@ -12,6 +12,8 @@ from allstep.device import is_accelerator, read_scalars
 
 _MARGIN = 32.0  # of a global gradient's largest element, before it leaves the grid
 _KEPT = 0.9  # share of the largest element that is left when it is looked at again
+_FAR = 2.0**-4  # of the largest element, below which sums are far from it
+_KEPT_FAR = 0.5  # then
 _FALLEN = 2.0**-12  # of the largest element, below which it is forgotten at once
 _FALLEN_OFF = 2.0**-8  # the same where something left the grid
 _GROWTH = 64.0  # largest factor from one look to the next: one wild step spoils few others
@@ -60,8 +62,8 @@ class Grid:
 
     since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at in
     every 16th exchange, in the first 16, and after a step in which something left the grid. It
-    falls by a tenth at most then, or all the way if the sums are 4,096 times smaller; until then a
-    sudden fall costs digits. Where something left it does not fall, and is an eighth of the
+    falls by a tenth at most then, by half if the sums are 16 times smaller, or all the way if they
+    are 4,096 times smaller; until then a sudden fall costs digits. Where something left it does not fall, and is an eighth of the
     parameter's largest at least: rows of an embedding are quiet until their word comes. (In a
     small language model something left in 45 % of steps otherwise, for 1 %.) In a training of
     `digits`, whose gradients fall to a thousandth and vary by as much, a sum's largest element has
@@ -258,7 +260,9 @@ class Grid:
                 fallen = _FALLEN_OFF if has_left else _FALLEN
                 has_fallen = largest_new[name] < fallen * largest_old[name]
                 if not has_fallen:
-                    top = _followed(top, old[name], largest_old[name], has_left=has_left)
+                    is_far = largest_new[name] < _FAR * largest_old[name]
+                    kept = 1.0 if has_left else _KEPT_FAR if is_far else _KEPT
+                    top = _followed(top, old[name], largest_old[name], kept)
             self._tops[name] = top
             self._units.pop(name, None)
 
@@ -300,14 +304,14 @@ class Grid:
         )
 
 
-def _followed(new: Tensor, old: Tensor, largest: float, *, has_left: bool) -> Tensor:
-    """T of each row, after another sum; `largest` is that of `old`."""
-    top = torch.maximum(old if has_left else _KEPT * old, new)
+def _followed(new: Tensor, old: Tensor, largest: float, kept: float) -> Tensor:
+    """T of each row, after another sum; `largest` is that of `old`, which is kept if 1 is."""
+    top = torch.maximum(kept * old, new)
     top = torch.where(new == 0, old, top)  # zeros tell nothing of the next ones
     if largest > 0:
         top.clamp_(max=_GROWTH * largest)
     # A row that leaves was not as quiet as it had seemed, and others may not be.
-    return top.clamp_(min=_LEFT_ROW * float(top.amax())) if has_left else top
+    return top.clamp_(min=_LEFT_ROW * float(top.amax())) if kept == 1 else top
 
 
 _DIGITS = {torch.float32: 24, torch.float64: 53}
