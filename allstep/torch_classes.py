@@ -29,3 +29,15 @@ def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
 def local_part(tensor: "Tensor") -> "Tensor":
     """This worker's part of a DTensor, in the same memory; other tensors as they are."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def bounds_of(tensor: "Tensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Start and stop of this worker's part of a DTensor; of another tensor all of it."""
+    if not is_dtensor(tensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(start), tuple(a + length for a, length in zip(start, shape, strict=True))

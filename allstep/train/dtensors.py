@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Window
-from allstep.torch_classes import is_dtensor
+from allstep.torch_classes import bounds_of, is_dtensor
 from allstep.train.devices import map_held, map_tensors
 from allstep.train.packing import tensors_in
 
@@ -108,16 +108,6 @@ def _check(name: str, x: "DTensor", comm: Communicator) -> None:
             f"`state` holds a DTensor at `{name}` that is a sum over workers not made yet"
             f" ({x.placements}); give `x.redistribute(…)` of it."
         )
-
-
-def bounds_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Start and stop of this worker's part of a DTensor; of another tensor all of it."""
-    if not is_dtensor(x):
-        return (0,) * x.dim(), tuple(x.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, start = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    return tuple(start), tuple(a + length for a, length in zip(start, shape, strict=True))
 
 
 def _divided(name: str, x: "DTensor", bounds: Any, comm: Communicator) -> Any:
