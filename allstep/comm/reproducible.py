@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from allstep.comm.communicator import Communicator
 _WINDOW_BITS = 32  # leaves float64 room for 2^21 terms
 _WINDOWS = range(-5, 5)  # float32 needs no others
 _NONFINITE = _WINDOWS.stop  # where NaN and infinity are added
+_CHUNK = 1 << 18  # elements that stay in the cache
 _DENSE_ELEMENTS = 1 << 10  # up to which all windows are sent, in one message
 
 
@@ -76,6 +78,24 @@ class ReproducibleSum:
             result += self._windows[window]
         return result
 
+    def add_sum(self, other: "ReproducibleSum") -> None:
+        """Adds all terms of another sum of this shape."""
+        for window, digits in other._windows.items():
+            self._add_digits(window, digits)
+
+    def part(self, index: tuple[slice, ...]) -> "ReproducibleSum":
+        """The sum of a part of each term, in memory of its own."""
+        found = self.empty_like()
+        found.shape = torch.empty(self.shape, device="meta")[index].shape
+        found._windows = {window: x[index].clone() for window, x in self._windows.items()}
+        return found
+
+    def empty_like(self) -> "ReproducibleSum":
+        """A sum of no terms, of the same kind."""
+        found = copy(self)
+        found._windows = {}
+        return found
+
     def _add_digits(self, window: int, digits: Tensor) -> None:
         if window in self._windows:
             self._windows[window] += digits
@@ -100,8 +120,18 @@ def reproducible_all_reduce(comm: Communicator, sums: Sequence[ReproducibleSum])
     Returns:
         One float64 total each.
     """
+    return [each.total() for each in sums_over_workers(comm, sums)]
+
+
+def sums_over_workers(comm: Communicator, sums: Sequence[ReproducibleSum]) -> list[ReproducibleSum]:
+    """Sums of all workers' terms, to which others can be added. Collective.
+
+    Args:
+        comm: the workers.
+        sums: of the same shapes on all of them.
+    """
     if comm.size == 1:
-        return [each.total() for each in sums]
+        return list(sums)
     windows = [*_WINDOWS, _NONFINITE]
     used = [(each, window) for each in sums for window in windows]
     if sum(each.shape.numel() for each in sums) > _DENSE_ELEMENTS:
@@ -109,16 +139,15 @@ def reproducible_all_reduce(comm: Communicator, sums: Sequence[ReproducibleSum])
         comm.all_reduce(has, "max")
         used = [pair for pair, anywhere in zip(used, has.tolist(), strict=True) if anywhere]
     if not used:
-        return [each.total() for each in sums]
+        return list(sums)
     flat = torch.cat([each.digits(window).reshape(-1) for each, window in used])
     flat = comm.all_reduce(flat.to(comm.device))
-    results = [torch.zeros_like(each.digits(_NONFINITE)) for each in sums]
-    of = {id(each): result for each, result in zip(sums, results, strict=True)}
+    results = {id(each): each.empty_like() for each in sums}
     pieces = torch.split(flat, [each.shape.numel() for each, _ in used])
-    for (each, _), piece in zip(used, pieces, strict=True):  # from the smallest window up
-        result = of[id(each)]
-        result += piece.view(each.shape).to(result.device)
-    return results
+    for (each, window), piece in zip(used, pieces, strict=True):
+        digits = piece.view(each.shape).to(each.device)
+        results[id(each)]._windows[window] = digits
+    return [results[id(each)] for each in sums]
 
 
 def digits_of(x: Tensor) -> Tensor:
@@ -144,6 +173,57 @@ def digits_of(x: Tensor) -> Tensor:
     whole[..., :-1] -= whole[..., 1:] * 2.0**_WINDOW_BITS  # less what the next one holds
     bad = torch.where(is_good, 0.0, x * torch.inf)
     return torch.cat([whole * units, bad[..., None]], dim=-1)
+
+
+def digits_of_squares(x: Tensor) -> Tensor:
+    """Digits of the sum of a tensor's squares, however it is cut into parts that are added up.
+
+    Args:
+        x: any shape, real.
+
+    Returns:
+        [digits], float64, whose sums `sum_of_digits(carried(...))` stands for.
+
+    >>> x = torch.tensor([3e5, 1e-7, 4e5])
+    >>> whole, parts = digits_of_squares(x), digits_of_squares(x[:1]) + digits_of_squares(x[1:])
+    >>> float(sum_of_digits(carried(whole))) == float(sum_of_digits(carried(parts)))
+    True
+    """
+    found = torch.zeros(len(_WINDOWS) + 1, dtype=torch.float64, device=x.device)
+    flat = x.detach().reshape(-1)
+    for piece in torch.split(flat, _CHUNK) if len(flat) else ():
+        rest = piece.to(torch.float64, copy=True).square_()
+        sums = torch.zeros_like(found)
+        largest = float(rest.amax())
+        if not largest < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop):
+            is_bad = ~(rest < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop))
+            sums[-1] = torch.where(is_bad, rest * torch.inf, 0.0).sum()
+            rest.masked_fill_(is_bad, 0.0)
+            largest = float(rest.amax())
+        while largest > 0:  # a square's digits depend on it alone
+            window = min(_window_of(2 * largest), _WINDOWS.stop - 1)
+            shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
+            digits = (rest + shift).sub_(shift)
+            rest.sub_(digits)
+            sums[window - _WINDOWS.start] += digits.sum()
+            largest = float(rest.abs().amax()) if window > _WINDOWS.start else 0.0
+        found += digits_of(sums).sum(0)
+    return found
+
+
+def carried(digits: Tensor) -> Tensor:
+    """The only digits of what is not negative, from those of it that sums have.
+
+    Args:
+        digits: [digits], of which some may be more than fit their window, or below 0.
+    """
+    found = digits.clone()
+    for index, window in enumerate(_WINDOWS[:-1]):
+        over = 2.0 ** (_WINDOW_BITS * (window + 1))
+        carry = torch.floor(found[index] / over) * over
+        found[index] -= carry
+        found[index + 1] += carry
+    return found
 
 
 def sum_of_digits(digits: Tensor) -> Tensor:

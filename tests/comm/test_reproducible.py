@@ -1,6 +1,8 @@
 """Sums whose bits don't depend on order, grouping or the number of workers."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -8,7 +10,14 @@ import torch
 from torch import Tensor
 
 from allstep import Communicator
-from allstep.comm.reproducible import ReproducibleSum, reproducible_all_reduce
+from allstep.comm.reproducible import (
+    ReproducibleSum,
+    carried,
+    digits_of_squares,
+    reproducible_all_reduce,
+    sum_of_digits,
+    sums_over_workers,
+)
 from tests.helpers.ranks import run_ranks
 
 
@@ -90,3 +99,61 @@ def test_sum_of_nothing_is_zero() -> None:
 def test_smallest_numbers_of_float32_are_kept() -> None:
     smallest = torch.tensor([2.0**-149, -(2.0**-140)])
     assert torch.equal(total([smallest, smallest]), 2 * smallest.double())
+
+
+# -- parts of terms ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_parts_of_sums_add_up_to_those_of_all_terms(num_workers: int) -> None:
+    """As of gradients that workers know whole, and keep a shard of each."""
+    terms = [x.view(6, 5) for x in terms_of(40, 30, torch.float32)]
+    expected = total(terms)
+
+    def worker(comm: Communicator) -> Tensor:
+        halves = []
+        for some in (terms[:17], terms[17:]):
+            own = ReproducibleSum(terms[0])
+            for term in some[comm.rank :: comm.size]:
+                own.add(term)
+            (whole,) = sums_over_workers(comm, [own])
+            halves.append(whole.part((slice(2, 5), slice(0, 5))))
+        halves[0].add_sum(halves[1])
+        assert halves[0].shape == (3, 5)
+        return halves[0].total()
+
+    for found in run_ranks(num_workers, worker):
+        assert torch.equal(found, expected[2:5])
+
+
+def sum_of_squares(parts: Sequence[Tensor]) -> float:
+    return float(sum_of_digits(carried(sum(map(digits_of_squares, parts)))))
+
+
+@pytest.mark.parametrize("spread", [0, 4, 8])
+def test_sums_of_squares_do_not_depend_on_the_cuts(spread: int) -> None:
+    """Of numbers within one order of magnitude, and of sixteen and some thirty."""
+    random = torch.Generator().manual_seed(spread)
+    x = 1e-6 * torch.randn(400_000, generator=random)
+    x *= torch.exp(spread * torch.randn(len(x), generator=random))
+    expected = sum_of_squares([x])
+    assert expected == pytest.approx(float(x.double().square().sum()), rel=1e-12)
+    plain = set()
+    for num in (2, 3, 7, 50):
+        ends = torch.randint(0, len(x), (num - 1,), generator=random).sort().values.tolist()
+        parts = [x[a:b] for a, b in itertools.pairwise([0, *ends, len(x)])]
+        assert sum_of_squares(parts[::-1]) == expected
+        plain.add(sum(float(part.double().square().sum()) for part in parts))
+    assert len(plain) > 1  # or the above would show nothing
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e25])
+def test_sum_of_squares_of_what_is_not_finite(bad: float) -> None:
+    """A square of 2^160 or more counts as infinite."""
+    x = torch.tensor([1.0, bad, 2.0])
+    found = sum_of_squares([x[:2], x[2:]])
+    assert math.isnan(found) if math.isnan(bad) else found == math.inf
+
+
+def test_sum_of_squares_of_nothing() -> None:
+    assert sum_of_squares([torch.zeros(0), torch.zeros(3, 2)]) == 0
