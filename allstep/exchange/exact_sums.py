@@ -14,6 +14,8 @@ from allstep.errors import UsageError
 from allstep.exchange.buckets import BucketSet, has_form_of
 from allstep.exchange.grid import Grid, Unit
 
+OffGrid = dict[str, ReproducibleSum]  # name -> a worker's gradients that did not fit
+
 
 class ExactSums:
     """Rounds a global batch's gradients to a grid; what doesn't fit goes beside it.
@@ -22,12 +24,13 @@ class ExactSums:
         device: where gradients are.
 
     Attributes:
+        grid: what gradients are rounded to.
         num_completed: exchanges that took a second message, for what didn't fit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._grid = Grid()
+        self.grid = Grid()
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
         self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
         self.num_completed = 0
@@ -42,57 +45,64 @@ class ExactSums:
                     ' another `compression` (="exact").'
                 )
 
-    def begin(self, buckets: BucketSet, num_micro_batches: int, num_passes: int) -> None:
+    def begin(self, off_grid: OffGrid, num_micro_batches: int, num_passes: int) -> None:
         """A global batch begins."""
-        self._grid.begin(num_micro_batches, num_passes)
-        buckets.off_grid.clear()
+        self.grid.begin(num_micro_batches, num_passes)
+        off_grid.clear()
         self._unread.clear()
 
-    def begin_micro_batch(self, buckets: BucketSet) -> None:
+    def begin_micro_batch(self, off_grid: OffGrid) -> None:
         """The backward passes that follow are of another micro-batch."""
-        self.settle(buckets)
-        self._grid.begin_micro_batch()
+        self.settle(off_grid)
+        self.grid.begin_micro_batch()
 
-    def settle(self, buckets: BucketSet) -> None:
+    def settle(self, off_grid: OffGrid) -> None:
         """Adds apart what did not fit so far; on an accelerator the host reads now which it is."""
         unread, self._unread = self._unread, {}
         numbers = read_scalars([share for _, share, _ in unread.values()])
         for ((name, _), (gradient, _, unit)), number in zip(unread.items(), numbers, strict=True):
             if not unit.is_good([number]):
-                _add_apart(buckets, name, gradient)
+                _add_apart(off_grid, name, gradient)
 
     def round(
-        self, buckets: BucketSet, name: str, p: nn.Parameter, new: Tensor, rank: int = 0
+        self,
+        off_grid: OffGrid,
+        name: str,
+        p: nn.Parameter,
+        new: Tensor,
+        rank: int = 0,
+        view: Tensor | None = None,
     ) -> Tensor:
         """What is to be added to `p.grad` for a gradient.
 
         Args:
-            buckets: of the exchange.
+            off_grid: where it goes if it does not fit.
             name: of the parameter.
             p: the parameter.
             new: the gradient.
             rank: as for `Grid.round`.
+            view: where a large gradient is to be in the end, on the CPU.
         """
         with torch.no_grad():
             gradient = new.detach()
             if is_accelerator(new.device):
-                rounded = self._round_unread(buckets, name, new, rank)
-            elif name in buckets.plan.large:
-                rounded = self._round_in_place(buckets, name, p, gradient)
+                rounded = self._round_unread(off_grid, name, new, rank)
+            elif view is not None:
+                rounded = self._round_in_place(view, name, p, gradient)
             else:
-                rounded = self._grid.round(name, gradient, rank=rank)
+                rounded = self.grid.round(name, gradient, rank=rank)
             if rounded is None:
-                _add_apart(buckets, name, gradient)
+                _add_apart(off_grid, name, gradient)
             if rounded is None or rounded is p.grad:
                 rounded = new.new_zeros(()).expand_as(new)  # what is left to be added
         # With a graph for second derivatives the difference is taken off, which is exact.
         return new + (rounded - gradient) if new.requires_grad else rounded
 
-    def _round_unread(self, buckets: BucketSet, name: str, new: Tensor, rank: int) -> Tensor | None:
+    def _round_unread(self, off_grid: OffGrid, name: str, new: Tensor, rank: int) -> Tensor | None:
         """Keeps the gradient until `settle`, one of each parameter and micro-batch at most."""
         if (name, rank) in self._unread:
-            self.settle(buckets)
-        found = self._grid.round_unread(name, new.detach(), rank)
+            self.settle(off_grid)
+        found = self.grid.round_unread(name, new.detach(), rank)
         if found is None:
             return None
         rounded, share, unit = found
@@ -100,25 +110,25 @@ class ExactSums:
         return rounded
 
     def _round_in_place(
-        self, buckets: BucketSet, name: str, p: nn.Parameter, gradient: Tensor
+        self, view: Tensor, name: str, p: nn.Parameter, gradient: Tensor
     ) -> Tensor | None:
         """Rounds a large gradient where it is to be, for new memory costs more than rounding."""
-        held, view = p.grad, buckets.views[name]
+        held = p.grad
         if not has_form_of(view, gradient):
-            return self._grid.round(name, gradient)
+            return self.grid.round(name, gradient)
         if held is None:
             # Another tensor in the bucket's memory, which autograd takes over as it is.
-            return self._grid.round(name, gradient, view.view_as(view))
+            return self.grid.round(name, gradient, view.view_as(view))
         if has_form_of(held, gradient) and not held.requires_grad and not gradient.requires_grad:
-            return self._grid.round(name, gradient, held, adds=True)
-        return self._grid.round(name, gradient)
+            return self.grid.round(name, gradient, held, adds=True)
+        return self.grid.round(name, gradient)
 
     def _complete_divided(
-        self, buckets: BucketSet, divided: Mapping[str, nn.Parameter]
+        self, off_grid: OffGrid, divided: Mapping[str, nn.Parameter]
     ) -> Collection[str]:
         """Adds what was off the grid where all of it is here; returns the parameters' names."""
-        self.settle(buckets)
-        found = {n: buckets.off_grid.pop(n) for n in divided if n in buckets.off_grid}
+        self.settle(off_grid)
+        found = {n: off_grid.pop(n) for n in divided if n in off_grid}
         for name, apart in found.items():
             held = divided[name].grad
             assert held is not None  # zeros at least took its place
@@ -142,15 +152,15 @@ class ExactSums:
         """
         completed = buckets.completed or ()
         self.num_completed += bool(completed)
-        off_grid = {*completed, *self._complete_divided(buckets, divided)}
+        left = {*completed, *self._complete_divided(buckets.off_grid, divided)}
         of_all = {**summed, **divided}
-        names = self._grid.names_to_look_at(num_exchanges, of_all, off_grid)
+        names = self.grid.names_to_look_at(num_exchanges, of_all, left)
         totals = {name: total for name in names if (total := of_all[name].grad) is not None}
-        self._grid.look_at(totals, off_grid)
+        self.grid.look_at(totals, left)
 
     def state_dict(self) -> dict[str, Any]:
         """The grid, and the threads that a worker's products depend on."""
-        return {"grid": self._grid.state_dict(), "num_threads": self._num_threads}
+        return {"grid": self.grid.state_dict(), "num_threads": self._num_threads}
 
     def gather_state(self, comm: Communicator, divided: Collection[str]) -> dict[str, Any]:
         """The same with what others know of parameters that only they have, on rank 0. Collective.
@@ -177,7 +187,7 @@ class ExactSums:
         if state.get("grid"):
             tops = state["grid"]["tops"].items()
             own = {name: top for name, top in tops if name in names}
-            self._grid.load_state_dict({"tops": own}, self._device)
+            self.grid.load_state_dict({"tops": own}, self._device)
 
     @property
     def _num_threads(self) -> int | None:
@@ -195,8 +205,8 @@ class ExactSums:
             )
 
 
-def _add_apart(buckets: BucketSet, name: str, gradient: Tensor) -> None:
+def _add_apart(off_grid: OffGrid, name: str, gradient: Tensor) -> None:
     """A gradient that did not fit."""
-    if name not in buckets.off_grid:
-        buckets.off_grid[name] = ReproducibleSum(gradient)
-    buckets.off_grid[name].add(gradient)
+    if name not in off_grid:
+        off_grid[name] = ReproducibleSum(gradient)
+    off_grid[name].add(gradient)

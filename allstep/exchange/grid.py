@@ -63,11 +63,11 @@ class Grid:
     since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at in
     every 16th exchange, in the first 16, and after a step in which something left the grid. It
     falls by a tenth at most then, by half if the sums are 16 times smaller, or all the way if they
-    are 4,096 times smaller; until then a sudden fall costs digits. Where something left it does not fall, and is an eighth of the
-    parameter's largest at least: rows of an embedding are quiet until their word comes. (In a
-    small language model something left in 45 % of steps otherwise, for 1 %.) In a training of
-    `digits`, whose gradients fall to a thousandth and vary by as much, a sum's largest element has
-    14 digits, 9 in the worst of a hundred.
+    are 4,096 times smaller; until then a sudden fall costs digits. Where something left it does not
+    fall, and is an eighth of the parameter's largest at least: rows of an embedding are quiet until
+    their word comes. (In a small language model something left in 45 % of steps otherwise, for
+    1 %.) In a training of `digits`, whose gradients fall to a thousandth and vary by as much, a
+    sum's largest element has 14 digits, 9 in the worst of a hundred.
 
     A gradient that does not fit is too large, or so small that its largest element would be left
     with no digit; or nothing is known yet; or it has 16 bits. It is

@@ -276,7 +276,7 @@ class OverlappedExchange(Exchange):
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
             if self._exact is not None:
-                self._exact.settle(buckets)
+                self._exact.settle(buckets.off_grid)
             buckets.write_flags(self._touched, self._failure)
             self._missing = []
         work = self._reducer.start(
@@ -304,16 +304,16 @@ class OverlappedExchange(Exchange):
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         if self._rounder is not None:
-            self._rounder.begin(self._buckets, num_micro_batches, num_passes)
+            self._rounder.begin(self._buckets.off_grid, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
         if self._exact is not None:
-            self._exact.begin_micro_batch(self._buckets)
+            self._exact.begin_micro_batch(self._buckets.off_grid)
 
     def local_gradients(self) -> dict[str, Tensor]:
         found = super().local_gradients()
         if self._exact is not None:
-            self._exact.settle(self._buckets)
+            self._exact.settle(self._buckets.off_grid)
         off_grid = self._buckets.off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
@@ -323,7 +323,9 @@ class OverlappedExchange(Exchange):
         """What is to be added to `p.grad`; None for the gradient as it is."""
         if new is None or new.layout != torch.strided or self._rounder is None:
             return None
-        return self._rounder.round(self._buckets, name, p, new, rank)
+        buckets = self._buckets
+        view = buckets.views[name] if name in self._plan.large else None
+        return self._rounder.round(buckets.off_grid, name, p, new, rank, view)
 
     def _round_divided(
         self, name: str, p: nn.Parameter, rank: int, gradient: Tensor

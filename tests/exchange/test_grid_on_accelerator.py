@@ -72,7 +72,7 @@ def test_what_leaves_the_grid_would_be_missing_without_a_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control: the device alone leaves out what does not fit."""
-    monkeypatch.setattr(ExactSums, "settle", lambda self, buckets: self._unread.clear())
+    monkeypatch.setattr(ExactSums, "settle", lambda self, off_grid: self._unread.clear())
     alone = sums_of(Communicator.single_process(), jumps())
     (found,) = on_accelerators(1, lambda comm: sums_of(comm, jumps()))
     is_same = [torch.equal(x, y) for x, y in zip(found, alone, strict=True)]

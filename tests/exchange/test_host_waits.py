@@ -33,7 +33,7 @@ SITES_OF_EXACT = Counter(
     {
         "exchange/exact_sums.py ExactSums.settle tolist": 3,
         "exchange/buckets.py BucketSet.complete tolist": 1,
-        "exchange/grid.py Grid.look_at tolist": 1,
+        "exchange/grid.py Grid.follow tolist": 1,
     }
 )
 Parameters = Iterable[nn.Parameter]
