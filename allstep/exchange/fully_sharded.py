@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, StageModules, divided_prefixes, fsdp_modules
+from allstep.comm import (
+    Communicator,
+    StageModules,
+    divided_modules,
+    divided_prefixes,
+    fsdp_modules,
+    shards_of,
+)
 from allstep.errors import UsageError
+from allstep.exchange.carry_over import HeldGradients
+from allstep.exchange.exact_shards import ExactShards
 from allstep.exchange.fully_sharded_use import PartsInUse
 from allstep.exchange.hooks import ModuleHook, WeakHook
 from allstep.exchange.plain import PlainExchange
-from allstep.exchange.policy import ExchangePolicy, Synchronous
+from allstep.exchange.policy import ExchangePolicy, ExchangeStats, Synchronous
 from allstep.torch_classes import is_dtensor
 
 if TYPE_CHECKING:
@@ -55,13 +64,18 @@ class CollectivePasses:
     Args:
         model: sharded by `fully_shard`.
         comm: the workers.
+        exact: rounds gradients, for exact sums. [Note: exact shards]
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, exact: ExactShards | None = None
+    ) -> None:
         self._model = model
         self._comm = comm
+        self._exact = exact
         self._modules = list(fsdp_modules(model).values())
-        self._parts = PartsInUse(model, comm)
+        rounded = None if exact is None else WeakHook(exact, ExactShards.round)
+        self._parts = PartsInUse(model, comm, rounded)
         self.reshard()
         # Of the last micro-batch, without gradients and with them.
         self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
@@ -72,6 +86,9 @@ class CollectivePasses:
             module.set_force_sum_reduction_for_comms(True)
         register = partial(model.register_forward_pre_hook, with_kwargs=True)
         self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
+        if exact is not None:
+            for module, names in _parameters_by_module(model):
+                module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_new, names))
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
@@ -80,6 +97,8 @@ class CollectivePasses:
         for module in self._modules:
             module.set_force_sum_reduction_for_comms(False)
             module.set_gradient_divide_factor(float(self._comm.size))
+            if self._exact is not None:
+                module.set_all_reduce_hook(_nothing)
 
     def reshard(self) -> None:
         """Frees what a pass without gradients has gathered: parameters are shards again."""
@@ -120,6 +139,11 @@ class CollectivePasses:
         self._end_micro_batch()
         self._calls.clear()
         self._is_noting = True
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        if self._exact is not None:
+            self._exact.begin_micro_batch()
 
     def _end_micro_batch(self) -> None:
         if self._is_noting:
@@ -134,6 +158,7 @@ class CollectivePasses:
         """
         self._end_micro_batch()
         for _ in range(self._num_missing):
+            self._begin_pass()
             self._pass_with_zero_loss()
             self._parts.end_pass(is_counted=False)
         self._num_missing = 0
@@ -161,9 +186,33 @@ class FullyShardedExchange(PlainExchange):
     """Leaves the gradients to FSDP2. [Note: fully sharded models]"""
 
     def _begin(self) -> None:
-        self._passes = CollectivePasses(self.model, self.comm)
+        is_exact = self.policy.wire_format.name == "exact"
+        self._exact = ExactShards(self.comm) if is_exact else None
+        self._held = HeldGradients()
+        self._passes = CollectivePasses(self.model, self.comm, self._exact)
         super()._begin()
         self._set_scale()
+
+    @property
+    def is_exact(self) -> bool:
+        return self._exact is not None
+
+    @property
+    def _is_active(self) -> bool:
+        return super()._is_active or self.is_exact
+
+    def stats(self) -> ExchangeStats:
+        num_completed = 0 if self._exact is None else self._exact.sums.num_completed
+        return replace(super().stats(), num_completed=num_completed)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {} if self._exact is None else self._exact.sums.state_dict()
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._exact is not None:
+            self._exact.sums.load_state_dict(state, self._parameters.fully_sharded)
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -197,9 +246,24 @@ class FullyShardedExchange(PlainExchange):
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         self._set_scale()
+        if self._exact is not None:
+            shards = self._parameters.fully_sharded
+            self._held.take(shards)
+            self._exact.begin(shards, num_micro_batches, num_passes)
 
     def _end_global_batch(self) -> None:
         self._set_scale()
+        if self._exact is not None:
+            self._exact.end()
+        super()._end_global_batch()
+
+    def _give_back(self) -> None:
+        self._held.give_back()
+
+    def _reduce(self) -> Mapping[str, nn.Parameter]:
+        if self._exact is not None and self.batch.step is not None:
+            self._exact.complete(self.num_exchanges)
+        return super()._reduce()
 
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)
@@ -226,12 +290,14 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
             f"`model.{next(iter(modules))}` is sharded by FSDP2's `fully_shard` and `model` is not:"
             " call `fully_shard(model, mesh=...)` last, which takes the other parameters."
         )
-    if not isinstance(policy, Synchronous) or policy.wire_format.name != "fp32":
+    if not isinstance(policy, Synchronous) or policy.wire_format.name not in ("fp32", "exact"):
         raise UsageError(
             f"`policy` (={policy}) is for gradients that allstep exchanges, and FSDP2 sums those of"
             " a model that it has sharded: use `Synchronous()`; with a mesh whose nodes have"
             " copies, `allstep.fsdp_hook` brings formats and staleness between them."
         )
+    if policy.wire_format.name == "exact":
+        _check_exact(model, stages)
     for module in modules.values():
         module.reshard()
     own = divided_prefixes(model)
@@ -256,6 +322,34 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
     for name, p in parameters.items():
         assert is_dtensor(p)
         _check_mesh(name, p.device_mesh, ranks)
+
+
+def _check_exact(model: nn.Module, stages: Mapping[str, StageModules]) -> None:
+    """That FSDP2's sums are those of whole gradients of micro-batches."""
+    others = [
+        *(f"`{name}` is divided by tensor parallelism" for name in shards_of(model)),
+        *(f"`model.{name}` has stages" for name in stages),
+        *(f"`model.{name}` has experts" for name in divided_modules(model)),
+    ]
+    for other in others:
+        raise UsageError(
+            f"`policy` (=Synchronous(compression='exact')) is for models that FSDP2 alone divides,"
+            f" and {other}: leave `compression` out, or FSDP2."
+        )
+
+
+def _parameters_by_module(model: nn.Module) -> "list[tuple[FSDPModule, list[str]]]":
+    """The modules that FSDP2 sums the gradients of, with the names of their parameters."""
+    modules = fsdp_modules(model)
+    names: dict[str, list[str]] = {name: [] for name in modules}
+    for name, _ in model.named_parameters():
+        around = (each for each in modules if name.startswith(f"{each}." if each else ""))
+        names[max(around, key=len)].append(name)
+    return [(module, names[name]) for name, module in modules.items()]
+
+
+def _nothing(_: Tensor) -> None:
+    """In place of a hook."""
 
 
 def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPModule]") -> None:

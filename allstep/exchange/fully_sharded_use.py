@@ -1,12 +1,17 @@
 """What the passes of a global batch use of a model that FSDP2 has sharded."""
 
+import itertools
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # imports what `torch.compiler.disable` does, but late
 
 from allstep.comm import Communicator, fsdp_modules
 from allstep.comm.agreement import agree
-from allstep.exchange.hooks import ModuleHook, Removable, WeakHook
+from allstep.errors import UsageError
+from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook
 from allstep.torch_classes import is_dtensor
 
 _CURE = (
@@ -30,11 +35,15 @@ class PartsInUse:
     Args:
         model: sharded by `fully_shard`.
         comm: the workers.
+        rounded: name, gathered parameter, gradient -> what takes the gradient's place, or None.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, rounded: Callable[..., Tensor | None] | None
+    ) -> None:
         self._model = model
         self._comm = comm
+        self._rounded = rounded
         self._modules = fsdp_modules(model)
         self._hooks = []
         for name in self._modules:
@@ -45,7 +54,7 @@ class PartsInUse:
             hasattr(module, "set_reduce_scatter_unused_params") for module in self._modules.values()
         )
         self._send_zeros(True)
-        self._hooks_of_whole: dict[nn.Parameter, Removable] = {}
+        self._hooks_of_whole: dict[nn.Parameter, list[Removable]] = {}
         self._has_begun = False
         self._calls: list[str] = []
         self._used: set[str] = set()
@@ -54,7 +63,7 @@ class PartsInUse:
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
-        for hook in (*self._hooks, *self._hooks_of_whole.values()):
+        for hook in (*self._hooks, *itertools.chain(*self._hooks_of_whole.values())):
             hook.remove()
         self._send_zeros(False)
 
@@ -118,7 +127,21 @@ class PartsInUse:
                 p.register_hook(hook)  # type: ignore[no-untyped-call]
             elif not is_dtensor(p):
                 handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooks_of_whole[p] = handle
+                self._hooks_of_whole[p] = [handle]
+                if self._rounded is not None:
+                    _check_can_be_exact(key, p)
+                    rounded = partial(self._rounded, key, p)
+                    self._hooks_of_whole[p].append(AccumulationHook(p, rounded))
 
     def _note_gradient(self, name: str, _: Tensor) -> None:
         self._used_in_pass.add(name)
+
+
+def _check_can_be_exact(name: str, whole: nn.Parameter) -> None:
+    """Of what FSDP2 gathers, whose gradients all are as it is."""
+    if whole.dtype not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"`{name}` is gathered as {whole.dtype}, in which no gradient has an exact sum: leave"
+            " `param_dtype` out of FSDP2's `MixedPrecisionPolicy` and call the model in"
+            " `torch.autocast`, or choose another `compression` (='exact')."
+        )

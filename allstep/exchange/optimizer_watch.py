@@ -157,6 +157,13 @@ def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
 
 def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
     """Torch's optimizers of whole matrices would make another update of each part."""
+    if exchange.is_fully_sharded and exchange.is_exact and hasattr(optimizer, "trust_ratios"):
+        raise UsageError(
+            f"The {_kind(optimizer)} takes norms of shards, whose last bits depend on where FSDP2"
+            " has cut them, and `compression` (='exact') promises the same bits on any number of"
+            " workers: take an optimizer that works element by element, as AdamW, or leave"
+            " `compression` out."
+        )
     if not isinstance(optimizer, _OF_WHOLE_MATRICES):
         return
     for name in exchange.shards:

@@ -1,19 +1,22 @@
 """What is done with all gradients of a model at once, also where workers have parts of it."""
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from allstep.comm import Communicator, Shard, stages_of
-from allstep.comm.reproducible import digits_of, sum_of_digits
+from allstep.comm.reproducible import carried, digits_of, digits_of_squares, sum_of_digits
 from allstep.errors import UsageError
 from allstep.exchange.divided import DividedParameters
 from allstep.exchange.parameters import ParameterSet
 from allstep.torch_classes import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class PartGradients:
@@ -66,7 +69,7 @@ class PartGradients:
         for comm in self._along_stages:
             total = comm.all_reduce(total)
         if self._is_exact:
-            total = sum_of_digits(total)
+            total = sum_of_digits(carried(total))
         dtype = next((p.grad.dtype for p in trained if p.grad is not None), torch.float32)
         norm = total.sqrt().to(dtype)
         for some in (exchanged, self._divided.by_name):  # DTensors and others don't mix
@@ -154,12 +157,27 @@ class PartGradients:
     def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """In float64, as one worker may have no gradient and another many; digits if exact."""
         gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._is_exact and gradients and is_dtensor(gradients[0]):
+            return self._comm.all_reduce(self._digits_of_shards(gradients))
         if self._is_exact:
             norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
             squares = norms.to(self._comm.device, torch.float64).square()
             return digits_of(squares).sum(0)
         norm = get_total_norm(gradients)
         return _whole(norm).to(self._comm.device, torch.float64).square()
+
+    def _digits_of_shards(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of this worker's, unless another counts them; norms depend on where a gradient is cut."""
+        own = [x for x in gradients if is_dtensor(x) and _is_first_copy(x)]
+        digits = [digits_of_squares(local_part(x)) for x in own]
+        return torch.stack(digits).sum(0) if digits else digits_of(torch.zeros(()))
+
+
+def _is_first_copy(x: "DTensor") -> bool:
+    """Whether other workers with the same part of it come later in its mesh."""
+    where = x.device_mesh.get_coordinate() or ()
+    pairs = zip(x.placements, where, strict=True)
+    return all(number == 0 for placement, number in pairs if placement.is_replicate())
 
 
 def begin_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:

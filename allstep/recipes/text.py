@@ -184,10 +184,22 @@ class Text(TokenRecipe):
 
     def _check_shard(self) -> None:
         reason = f"`shard` (={self.shard}) does"
-        if self.compression != "fp32":
+        if self.compression not in ("fp32", "exact"):
             raise UsageError(
                 f"`compression` (={self.compression!r}) is for a model that FSDP2 has not sharded,"
                 f" and {reason}; leave one of them out."
+            )
+        is_alone = self.copy_size == 1 and self.experts is None
+        if self.compression == "exact" and not is_alone:
+            raise UsageError(
+                "`compression` (='exact') beside `shard` is for models that FSDP2 alone divides;"
+                " leave out `tensor_parallel`, `pipeline` and `experts`, or one of the two."
+            )
+        if self.compression == "exact" and self.optimizer in ("lamb", "lars"):
+            raise UsageError(
+                f"`optimizer` (={self.optimizer!r}) takes norms of shards, whose last bits depend"
+                " on where they are cut; beside `shard` and `compression` (='exact') take 'adamw'"
+                " or 'sgd'."
             )
         allstep.train.check_sharded(self, reason)
 

@@ -287,7 +287,6 @@ def refusals(comm: Communicator, run_dir: Path) -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     policies = {
         "int8": allstep.Synchronous(compression="int8"),
-        "exact": allstep.Synchronous(compression="exact"),
         "stale": allstep.Stale(steps=1),
         "local": allstep.LocalSGD(sync_every=2),
     }
@@ -323,7 +322,7 @@ def refusals(comm: Communicator, run_dir: Path) -> dict[str, str]:
 def test_what_a_fully_sharded_model_refuses(tmp_path: Path) -> None:
     save_whole(nn.Sequential(nn.Linear(6, 9, dtype=torch.float64)), tmp_path)
     words = {
-        **dict.fromkeys(("int8", "exact", "stale", "local"), "FSDP2 sums those of a model"),
+        **dict.fromkeys(("int8", "stale", "local"), "FSDP2 sums those of a model"),
         "server": "is sharded by FSDP2",
         "part": "call `fully_shard(model, mesh=...)` last",
         "ignored": "`4.bias` is not sharded by FSDP2",

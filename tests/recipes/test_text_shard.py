@@ -12,6 +12,7 @@ from torch import nn
 
 from allstep import Communicator, UsageError
 from allstep.recipes.text import Text
+from tests.helpers.compare import differing_names
 from tests.helpers.divided import divisible_text, keep_one_checkpoint, largest_difference, train_on
 from tests.helpers.processes import RemoteError
 
@@ -39,6 +40,23 @@ def test_shards_train_the_model_of_one_worker(folder: Path, tmp_path: Path) -> N
         assert largest_difference(one, resumed) < 1e-10
         if size == 2:
             assert all(torch.equal(resumed[0][n], two[0][n]) for n in resumed[0])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_exact_sums_of_shards_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    """In float32; clipped on 2 and 3 workers, and not clipped on one without shards, too."""
+    recipe = small(
+        folder, optimizer="adamw", compression="exact", precision="float32", train_share=0.11
+    )
+    two, three = (train_on(size, recipe, tmp_path / f"clipped-{size}") for size in (2, 3))
+    recipe = replace(recipe, clip_norm=None)
+    one, other = (train_on(size, recipe, tmp_path / f"{size}") for size in (1, 2))
+    plain = train_on(2, replace(recipe, compression="fp32"), tmp_path / "plain")
+    for found, expected in ((three, two), (other, one)):
+        assert not differing_names(found[0], expected[0])
+        assert found[1].metrics == expected[1].metrics
+    assert differing_names(plain[0], one[0])
 
 
 @pytest.mark.process
@@ -145,7 +163,12 @@ def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> 
     [
         ({"replicate": 2, "shard": False}, r"`replicate` \(=2\) counts the copies of shards"),
         ({"replicate": 0}, r"`replicate` \(=0\) must be"),
-        ({"compression": "exact"}, r"`compression` \(='exact'\) is for a model that FSDP2"),
+        ({"compression": "int8"}, r"`compression` \(='int8'\) is for a model that FSDP2"),
+        (
+            {"compression": "exact", "tensor_parallel": 2},
+            r"`compression` \(='exact'\) beside `shard` is for models that FSDP2 alone divides",
+        ),
+        ({"compression": "exact"}, r"`optimizer` \(='lamb'\) takes norms of shards"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
         ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
         ({"noise_scale_every_steps": 2}, r"`noise_scale_every_steps` \(=2\) is for models that"),

@@ -1,0 +1,145 @@
+"""Exact sums of gradients that FSDP2 adds up, and leaves in shards."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.comm.reproducible import ReproducibleSum, sums_over_workers
+from allstep.exchange.exact_sums import ExactSums, OffGrid
+from allstep.exchange.grid import largest_of_rows_of_part
+from allstep.torch_classes import bounds_of, local_part
+
+
+class ExactShards:
+    """Rounds a worker's whole gradients before FSDP2 adds them up; completes the shards.
+
+    [Note: exact shards] What is on the grid has the same sum in any order, so FSDP2 may make it. A
+    gradient that is not is kept apart as digits, whole, until the global batch ends; all workers'
+    digits are added then, and each keeps those of its shard. In the first step nothing is on the
+    grid, as all workers know: they add the digits up as soon as FSDP2 has reduced a module's
+    gradients, so that nobody holds more whole ones than a module's at a time.
+
+    Args:
+        comm: the workers.
+
+    Attributes:
+        sums: what rounds.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.sums = ExactSums(comm.device)
+        self._is_open = False
+        self._shards: Mapping[str, nn.Parameter] = {}
+        self._off_grid: OffGrid = {}  # whole gradients of this worker
+        self._apart: OffGrid = {}  # all workers' of this worker's shards
+        self._new: set[str] = set()
+        self._awaited: set[str] = set()  # those that a batch was to show, which may not be used
+
+    def begin(
+        self, shards: Mapping[str, nn.Parameter], num_micro_batches: int, num_passes: int
+    ) -> None:
+        """A global batch begins.
+
+        Args:
+            shards: name -> this worker's shard of what FSDP2 has sharded.
+            num_micro_batches: as for `Grid.begin`.
+            num_passes: the same.
+        """
+        self._shards = {name: p for name, p in shards.items() if p.requires_grad}
+        self.sums.refuse_complex(self._shards)
+        self.sums.begin(self._off_grid, num_micro_batches, num_passes)
+        self._apart.clear()
+        unseen = {name for name in self._shards if not self.sums.grid.has_seen(name)}
+        self._new = unseen - self._awaited
+        self._awaited |= unseen
+        self._is_open = True
+
+    def end(self) -> None:
+        """It is over, or has failed; gradients that follow are FSDP2's."""
+        self._is_open = False
+
+    def begin_micro_batch(self) -> None:
+        """The backward passes that follow are of another micro-batch."""
+        self.sums.begin_micro_batch(self._off_grid)
+
+    def round(self, name: str, whole: nn.Parameter, new: Tensor | None) -> Tensor | None:
+        """What is to be added to the gradient of a gathered parameter.
+
+        Args:
+            name: of the parameter.
+            whole: that FSDP2 has gathered.
+            new: its gradient, of this worker's micro-batch.
+        """
+        if new is None or not self._is_open:
+            return None
+        return self.sums.round(self._off_grid, name, whole, new)
+
+    def add_up_new(self, names: Iterable[str], _: Tensor) -> None:
+        """After FSDP2 has added up the gradients of a module. Collective. [Note: exact shards]
+
+        Args:
+            names: of the module's parameters.
+        """
+        if not self._is_open:
+            return
+        self.sums.settle(self._off_grid)
+        for name in names:
+            if name in self._new:
+                self._add_up(name)
+
+    def complete(self, num_exchanges: int) -> None:
+        """At the end of a global batch: the shards' gradients become the sums. Collective.
+
+        Args:
+            num_exchanges: so far.
+        """
+        self.sums.settle(self._off_grid)
+        is_off = torch.tensor([name in self._off_grid for name in self._shards], dtype=torch.int32)
+        is_off = self._comm.all_reduce(is_off.to(self._comm.device), "max")
+        for name, flag in zip(self._shards, is_off.tolist(), strict=True):
+            if flag:
+                self._add_up(name)
+        for name, apart in self._apart.items():
+            held = self._gradient(name)
+            if held is not None:
+                held.copy_(apart.total().add_(held))
+        self._follow(num_exchanges)
+
+    def _add_up(self, name: str) -> None:
+        """Takes what was kept apart of a parameter, of all workers."""
+        p = self._shards[name]
+        own = self._off_grid.pop(name, None) or ReproducibleSum(p)
+        (of_all,) = sums_over_workers(self._comm, [own])
+        part = of_all.part(tuple(map(slice, *bounds_of(p))))
+        if name in self._apart:
+            self._apart[name].add_sum(part)
+        else:
+            self._apart[name] = part
+
+    def _follow(self, num_exchanges: int) -> None:
+        """The next units follow the sums, of which each worker has seen its shards."""
+        self.sums.num_completed += bool(self._apart)
+        with_gradients = (name for name in self._shards if self._gradient(name) is not None)
+        names = self.sums.grid.names_to_look_at(num_exchanges, with_gradients, self._apart)
+        if not names:
+            return
+        tops = [self._largest_of_rows(name) for name in names]
+        flat = torch.cat(tops).nan_to_num(nan=math.inf, posinf=math.inf)  # Gloo's max loses NaN
+        flat = self._comm.all_reduce(flat, "max")
+        parts = torch.split(flat, [len(top) for top in tops])
+        self.sums.grid.follow(dict(zip(names, parts, strict=True)), self._apart.keys())
+
+    def _largest_of_rows(self, name: str) -> Tensor:
+        """Of all rows of a gradient; 0 for those that this worker has nothing of."""
+        p, held = self._shards[name], self._gradient(name)
+        assert held is not None
+        return largest_of_rows_of_part(held, p.shape, bounds_of(p)[0][0] if p.dim() else 0)
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """This worker's part, in the same memory."""
+        gradient = self._shards[name].grad
+        return None if gradient is None else local_part(gradient).detach()
