@@ -138,7 +138,7 @@ def test_one_worker_that_shards_has_the_bits_of_one_that_does_not(
     assert whole["completed"] > 1
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))])
 def test_shards_have_the_same_bits_on_any_number_of_workers(
     size: int, one: list[dict[str, Tensor]]
 ) -> None:
