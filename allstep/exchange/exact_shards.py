@@ -1,7 +1,7 @@
 """Exact sums of gradients that FSDP2 adds up, and leaves in shards."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.comm.reproducible import ReproducibleSum, sums_over_workers
 from allstep.exchange.exact_sums import ExactSums, OffGrid
-from allstep.exchange.grid import largest_of_rows_of_part
+from allstep.exchange.grid import LOOK_ALWAYS, largest_of_rows_of_part
 from allstep.torch_classes import bounds_of, local_part
 
 
@@ -18,9 +18,10 @@ class ExactShards:
 
     [Note: exact shards] What is on the grid has the same sum in any order, so FSDP2 may make it. A
     gradient that is not is kept apart as digits, whole, until the global batch ends; all workers'
-    digits are added then, and each keeps those of its shard. In the first step nothing is on the
-    grid, as all workers know: they add the digits up as soon as FSDP2 has reduced a module's
-    gradients, so that nobody holds more whole ones than a module's at a time.
+    digits are added then, and each keeps those of its shard. In the first steps, when nothing is
+    on the grid and then much leaves it, they are added as soon as FSDP2 has reduced a module's
+    gradients, so that nobody holds more whole ones than a module's at a time. It takes one more
+    message for each module and pass, to learn what others keep apart.
 
     Args:
         comm: the workers.
@@ -36,16 +37,20 @@ class ExactShards:
         self._shards: Mapping[str, nn.Parameter] = {}
         self._off_grid: OffGrid = {}  # whole gradients of this worker
         self._apart: OffGrid = {}  # all workers' of this worker's shards
-        self._new: set[str] = set()
-        self._awaited: set[str] = set()  # those that a batch was to show, which may not be used
+        self._is_early = True  # so that gradients leave the grid often
 
     def begin(
-        self, shards: Mapping[str, nn.Parameter], num_micro_batches: int, num_passes: int
+        self,
+        shards: Mapping[str, nn.Parameter],
+        num_exchanges: int,
+        num_micro_batches: int,
+        num_passes: int,
     ) -> None:
         """A global batch begins.
 
         Args:
             shards: name -> this worker's shard of what FSDP2 has sharded.
+            num_exchanges: so far.
             num_micro_batches: as for `Grid.begin`.
             num_passes: the same.
         """
@@ -53,9 +58,7 @@ class ExactShards:
         self.sums.refuse_complex(self._shards)
         self.sums.begin(self._off_grid, num_micro_batches, num_passes)
         self._apart.clear()
-        unseen = {name for name in self._shards if not self.sums.grid.has_seen(name)}
-        self._new = unseen - self._awaited
-        self._awaited |= unseen
+        self._is_early = num_exchanges < LOOK_ALWAYS
         self._is_open = True
 
     def end(self) -> None:
@@ -78,7 +81,7 @@ class ExactShards:
             return None
         return self.sums.round(self._off_grid, name, whole, new)
 
-    def add_up_new(self, names: Iterable[str], _: Tensor) -> None:
+    def add_up_early(self, names: Sequence[str], _: Tensor) -> None:
         """After FSDP2 has added up the gradients of a module. Collective. [Note: exact shards]
 
         Args:
@@ -87,9 +90,8 @@ class ExactShards:
         if not self._is_open:
             return
         self.sums.settle(self._off_grid)
-        for name in names:
-            if name in self._new:
-                self._add_up(name)
+        if self._is_early:
+            self._add_up([name for name in names if name in self._shards])
 
     def complete(self, num_exchanges: int) -> None:
         """At the end of a global batch: the shards' gradients become the sums. Collective.
@@ -98,19 +100,22 @@ class ExactShards:
             num_exchanges: so far.
         """
         self.sums.settle(self._off_grid)
-        is_off = torch.tensor([name in self._off_grid for name in self._shards], dtype=torch.int32)
-        is_off = self._comm.all_reduce(is_off.to(self._comm.device), "max")
-        for name, flag in zip(self._shards, is_off.tolist(), strict=True):
-            if flag:
-                self._add_up(name)
+        self._add_up(list(self._shards))
         for name, apart in self._apart.items():
             held = self._gradient(name)
             if held is not None:
                 held.copy_(apart.total().add_(held))
         self._follow(num_exchanges)
 
-    def _add_up(self, name: str) -> None:
-        """Takes what was kept apart of a parameter, of all workers."""
+    def _add_up(self, names: Sequence[str]) -> None:
+        """Takes what any worker keeps apart of some parameters. Collective."""
+        is_off = torch.tensor([name in self._off_grid for name in names], dtype=torch.int32)
+        is_off = self._comm.all_reduce(is_off.to(self._comm.device), "max")
+        for name, flag in zip(names, is_off.tolist(), strict=True):
+            if flag:
+                self._add_up_one(name)
+
+    def _add_up_one(self, name: str) -> None:
         p = self._shards[name]
         own = self._off_grid.pop(name, None) or ReproducibleSum(p)
         (of_all,) = sums_over_workers(self._comm, [own])

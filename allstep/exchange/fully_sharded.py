@@ -88,7 +88,7 @@ class CollectivePasses:
         self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
         if exact is not None:
             for module, names in _parameters_by_module(model):
-                module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_new, names))
+                module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_early, names))
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
@@ -249,7 +249,7 @@ class FullyShardedExchange(PlainExchange):
         if self._exact is not None:
             shards = self._parameters.fully_sharded
             self._held.take(shards)
-            self._exact.begin(shards, num_micro_batches, num_passes)
+            self._exact.begin(shards, self.num_exchanges, num_micro_batches, num_passes)
 
     def _end_global_batch(self) -> None:
         self._set_scale()

@@ -22,7 +22,7 @@ _LEFT_ROW = 2.0**-3  # the same after a step in which a row left the grid
 _QUIET_ROW = 2.0**-20  # and for others at least
 _ROW_SIZE = 64  # elements below which rows share one unit
 _LOOK_EVERY = 16  # exchanges
-_LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
+LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
 _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
 
@@ -224,7 +224,7 @@ class Grid:
             summed: that have a global gradient.
             off_grid: those of which a part did not fit.
         """
-        always = num_exchanges < _LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
+        always = num_exchanges < LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
         return [name for name in summed if always or name in off_grid]
 
     def look_at(self, totals: Mapping[str, Tensor], off_grid: Collection[str] = ()) -> None:
@@ -271,10 +271,6 @@ class Grid:
         old = self._tops.get(name)
         is_same = old is not None and len(old) == len(new) and old.device == new.device
         return old if is_same else None
-
-    def has_seen(self, name: str) -> bool:
-        """Whether a global gradient of the parameter is known."""
-        return name in self._tops
 
     def state_dict(self) -> dict[str, Any]:
         """What the next units depend on, the same on all workers."""
