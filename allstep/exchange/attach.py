@@ -60,7 +60,8 @@ def attach(
             `comm` is no Communicator, if `global_batch` isn't positive, if local SGD is not told
             its optimizer, or if a part of the model is divided over other workers than `comm`,
             divided at all with staleness or local SGD, or shares a parameter with the rest; if
-            FSDP2 has sharded it over others, or the policy is not `Synchronous()` then.
+            FSDP2 has sharded it over others, or the policy is neither `Synchronous()` then nor
+            exact sums of a model that it alone divides.
         DisagreementError: if policies differ between workers, or names, shapes or dtypes.
 
     Example:
