@@ -41,3 +41,10 @@ def bounds_of(tensor: "Tensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(start), tuple(a + length for a, length in zip(start, shape, strict=True))
+
+
+def is_first_copy(tensor: "DTensor") -> bool:
+    """Whether other workers with the same part of it come later in its mesh."""
+    where = tensor.device_mesh.get_coordinate() or ()
+    pairs = zip(tensor.placements, where, strict=True)
+    return all(number == 0 for placement, number in pairs if placement.is_replicate())

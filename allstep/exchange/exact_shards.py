@@ -7,10 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.reproducible import ReproducibleSum, sums_over_workers
+from allstep.comm.reproducible import (
+    ReproducibleSum,
+    carried,
+    digits_of_squares,
+    sum_of_digits,
+    sums_over_workers,
+)
 from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.grid import LOOK_ALWAYS, largest_of_rows_of_part
-from allstep.torch_classes import bounds_of, local_part
+from allstep.torch_classes import bounds_of, is_dtensor, is_first_copy, local_part
 
 
 class ExactShards:
@@ -106,6 +112,24 @@ class ExactShards:
             if held is not None:
                 held.copy_(apart.total().add_(held))
         self._follow(num_exchanges)
+
+    def sums_of_squares(self, parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        """What LAMB and LARS take norms of, whatever the shards. Collective.
+
+        Args:
+            parameters: shards of this model; the same on all workers, each as often.
+            parts: of the parameters' form: this worker's part of one, or of its update.
+
+        Returns:
+            [len(parts)], float64.
+        """
+        own = torch.stack(
+            [
+                digits_of_squares(x if is_dtensor(p) and is_first_copy(p) else x.new_zeros(0))
+                for p, x in zip(parameters, parts, strict=True)
+            ]
+        )
+        return torch.stack([sum_of_digits(carried(x)) for x in self._comm.all_reduce(own)])
 
     def _add_up(self, names: Sequence[str]) -> None:
         """Takes what any worker keeps apart of some parameters. Collective."""

@@ -192,6 +192,9 @@ class FullyShardedExchange(PlainExchange):
         self._passes = CollectivePasses(self.model, self.comm, self._exact)
         super()._begin()
         self._set_scale()
+        if self._exact is not None:
+            for p in self._parameters.fully_sharded.values():
+                p.exact_squares = self._exact  # type: ignore[attr-defined]
 
     @property
     def is_exact(self) -> bool:
@@ -243,6 +246,8 @@ class FullyShardedExchange(PlainExchange):
     def detach(self) -> None:
         super().detach()
         self._passes.detach()
+        for p in self._parameters.fully_sharded.values():
+            vars(p).pop("exact_squares", None)
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         self._set_scale()

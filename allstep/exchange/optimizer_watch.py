@@ -157,12 +157,12 @@ def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
 
 def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
     """Torch's optimizers of whole matrices would make another update of each part."""
-    if exchange.is_fully_sharded and exchange.is_exact and hasattr(optimizer, "trust_ratios"):
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and exchange.is_fully_sharded and exchange.is_exact:
         raise UsageError(
-            f"The {_kind(optimizer)} takes norms of shards, whose last bits depend on where FSDP2"
-            " has cut them, and `compression` (='exact') promises the same bits on any number of"
-            " workers: take an optimizer that works element by element, as AdamW, or leave"
-            " `compression` out."
+            f"The {_kind(optimizer)} has `fused` (=True): torch's kernel rounds a tensor's last"
+            " elements otherwise than others, and FSDP2 cuts elsewhere on other numbers of workers,"
+            " whose bits exact sums promise to be the same. Leave `fused` out."
         )
     if not isinstance(optimizer, _OF_WHOLE_MATRICES):
         return

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from allstep.comm.reproducible import carried, digits_of, digits_of_squares, sum
 from allstep.errors import UsageError
 from allstep.exchange.divided import DividedParameters
 from allstep.exchange.parameters import ParameterSet
-from allstep.torch_classes import is_dtensor, local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from allstep.torch_classes import is_dtensor, is_first_copy, local_part
 
 
 class PartGradients:
@@ -168,16 +165,9 @@ class PartGradients:
 
     def _digits_of_shards(self, gradients: Sequence[Tensor]) -> Tensor:
         """Of this worker's, unless another counts them; norms depend on where a gradient is cut."""
-        own = [x for x in gradients if is_dtensor(x) and _is_first_copy(x)]
+        own = [x for x in gradients if is_dtensor(x) and is_first_copy(x)]
         digits = [digits_of_squares(local_part(x)) for x in own]
         return torch.stack(digits).sum(0) if digits else digits_of(torch.zeros(()))
-
-
-def _is_first_copy(x: "DTensor") -> bool:
-    """Whether other workers with the same part of it come later in its mesh."""
-    where = x.device_mesh.get_coordinate() or ()
-    pairs = zip(x.placements, where, strict=True)
-    return all(number == 0 for placement, number in pairs if placement.is_replicate())
 
 
 def begin_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from allstep.device import is_accelerator
+from allstep.device import is_accelerator, tensor_on
 from allstep.errors import UsageError, check_choice
 from allstep.optim import momentum_correction
 from allstep.optim.checks import Norm
@@ -142,6 +142,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         leaves = [leaf for batch in stage for leaf in batch.leaves]
         sums = _joined([measure(batch) for batch in stage])
         reduce_over_shards(sums, leaves, "max" if self._norm == "linf" else "sum")
+        self._add_up_exactly(sums, stage, leaves)
         if self.nonfinite == "raise" and any(map(self._shows_later, leaves)):
             self._tolerates(leaves, [not math.isfinite(x) for x in sums[1].tolist()])
         if self._on_gradient:
@@ -151,6 +152,27 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             sizes = [len(batch.leaves) for batch in run]
             for batch, scales_of_batch in zip(run, scales.split_with_sizes(sizes), strict=True):
                 move(batch, scales_of_batch)
+
+    def _add_up_exactly(self, sums: Tensor, stage: list[Batch], leaves: list[Leaf]) -> None:
+        """Sums that don't depend on where FSDP2 has cut parameters, if its exchange is exact."""
+        chosen = [index for index, leaf in enumerate(leaves) if leaf.exact_squares is not None]
+        adder = leaves[chosen[0]].exact_squares if chosen else None
+        if adder is None or self._norm == "linf":
+            return
+        if self._norm == "l1":
+            raise UsageError(
+                "`trust_ratio.norm` (='l1') depends on where a parameter was cut, and exact sums of"
+                " a model that FSDP2 has sharded promise that nothing does: take 'l2'."
+            )
+        weights = [leaf.weight for leaf in leaves]
+        if self._on_gradient:
+            updates = [leaf.gradient.to(leaf.weight.dtype) for leaf in leaves]
+        else:
+            updates = [direction for batch in stage for direction in batch.directions]
+        parts = [x[index] for x in (weights, updates) for index in chosen]
+        parameters = 2 * [leaves[index].parameter for index in chosen]
+        exact = adder.sums_of_squares(parameters, parts).view(2, -1)
+        sums[:, tensor_on(sums.device, chosen)] = exact.to(sums)
 
     def _stages(self, leaves: list[Leaf]) -> Iterator[list[Batch]]:
         """Batches that are measured before any of them is moved; see [Note: two phases]."""

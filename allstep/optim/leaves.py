@@ -21,6 +21,13 @@ class ShardGroup(Protocol):
     def all_reduce(self, x: Tensor, op: Literal["sum", "max"], /) -> Tensor: ...
 
 
+class ExactSquares(Protocol):
+    """Adds up squares of parts without rounding, as `parameter.exact_squares`. Collective."""
+
+    def sums_of_squares(self, parameters: Sequence[Tensor], parts: Sequence[Tensor], /) -> Tensor:
+        """[len(parts)], float64, of the parameters' parts that all workers have."""
+
+
 @dataclass(eq=False, slots=True)
 class Leaf:
     """A parameter with a gradient.
@@ -37,6 +44,11 @@ class Leaf:
     gradient: Tensor
     state: dict[str, Tensor]
     is_sharded: bool
+
+    @property
+    def exact_squares(self) -> ExactSquares | None:
+        """What adds up the parameter's norm, if that must not depend on where it is cut."""
+        return getattr(self.parameter, "exact_squares", None)
 
     def descent(self) -> Tensor:
         """The gradient to go down, in the weight's dtype."""
@@ -99,8 +111,11 @@ class Batch:
     def flats(self, *slots: str) -> list[list[Tensor]] | None:
         """Weights, gradients and slots of the leaves, each as a list of flat tensors.
 
-        Gradients have the weights' dtype. None if a weight is not dense.
+        Gradients have the weights' dtype. None if a weight is not dense, or a shard of exact sums
+        on a CPU, where torch's fused kernels round a tensor's last elements otherwise than others.
         """
+        if self.leaves[0].exact_squares is not None and not is_accelerator(self.device):
+            return None
         rows = [leaf.flat(*slots) for leaf in self.leaves]
         dense = [row for row in rows if row is not None]
         if len(dense) < len(rows):

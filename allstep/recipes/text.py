@@ -195,12 +195,6 @@ class Text(TokenRecipe):
                 "`compression` (='exact') beside `shard` is for models that FSDP2 alone divides;"
                 " leave out `tensor_parallel`, `pipeline` and `experts`, or one of the two."
             )
-        if self.compression == "exact" and self.optimizer in ("lamb", "lars"):
-            raise UsageError(
-                f"`optimizer` (={self.optimizer!r}) takes norms of shards, whose last bits depend"
-                " on where they are cut; beside `shard` and `compression` (='exact') take 'adamw'"
-                " or 'sgd'."
-            )
         allstep.train.check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:

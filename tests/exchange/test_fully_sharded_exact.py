@@ -75,6 +75,7 @@ def train(
     policy: Synchronous = EXACT,
     num_copies: int = 1,
     clips: bool = False,
+    optimizer: Any = torch.optim.AdamW,
     run_dir: Path | None = None,
     num_epochs: int = 2,
 ) -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ def train(
     if is_sharded:
         shard(model, comm, num_copies)
     exchange = allstep.attach(model, comm, policy)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    update = optimizer(model.parameters(), lr=0.01)
     loader = allstep.data.loader(samples(), comm, global_batch=15, micro_batch=3, seed=5)
     found: dict[str, Tensor] = {}
 
@@ -95,16 +96,16 @@ def train(
             if clips:
                 norm = float(exchange.clip_grad_norm_(0.5))
                 found[f"norm {batch.step}"] = torch.tensor(norm, dtype=torch.float64)
-            optimizer.step()
+            update.step()
             if batch.step % 4 != 1:  # else it counts once in the next one
-                optimizer.zero_grad()
+                update.zero_grad()
             found[f"loss {batch.step}"] = torch.tensor(batch.global_loss(), dtype=torch.float64)
 
     if run_dir is None:
         for _ in range(num_epochs):
             run_epoch(None)
     else:
-        state = {"optimizer": optimizer}
+        state = {"optimizer": update}
         with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
             for _ in checkpoint.epochs(num_epochs):
                 run_epoch(checkpoint)
@@ -120,7 +121,11 @@ def leave_out_what_is_apart(comm: Communicator) -> dict[str, Tensor]:
 
 def train_all(comm: Communicator) -> list[dict[str, Tensor]]:
     fp32 = train(comm, policy=Synchronous(), is_sharded=comm.size > 1)
-    return [train(comm), train(comm, clips=True), fp32, leave_out_what_is_apart(comm)]
+    of_layers = [
+        train(comm, optimizer=partial(kind, weight_decay=0.1))
+        for kind in (allstep.optim.LAMB, allstep.optim.LARS)
+    ]
+    return [train(comm), train(comm, clips=True), fp32, leave_out_what_is_apart(comm), *of_layers]
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +147,15 @@ def test_one_worker_that_shards_has_the_bits_of_one_that_does_not(
 def test_shards_have_the_same_bits_on_any_number_of_workers(
     size: int, one: list[dict[str, Tensor]]
 ) -> None:
-    exact, clipped, fp32, without = one
+    exact, clipped, fp32, without, *of_layers = one
     assert differs(without, exact, by=1e-5)
     for found in run_processes(size, train_all):
         assert_same_bits(found[0], exact)
         assert_same_bits(found[1], clipped)
         assert any(not torch.equal(found[2][name], x) for name, x in fp32.items())
         assert differs(found[3], exact, by=1e-5)
+        for each, expected in zip(found[4:], of_layers, strict=True):
+            assert_same_bits(each, expected)
 
 
 @pytest.mark.slow
@@ -222,24 +229,30 @@ def refusals(comm: Communicator) -> dict[str, str]:
     found = {"experts": refused(lambda: allstep.attach(experts, comm, EXACT))}
     loader = allstep.data.loader(samples(), comm, global_batch=6, micro_batch=3)
 
-    def step(model: nn.Module, optimizer: type[torch.optim.Optimizer]) -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
         exchange = allstep.attach(model, comm, EXACT)
-        update: Any = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        update = optimizer(model.parameters(), lr=0.1)
         for batch in allstep.steps(loader, exchange):
             for x, y in batch:
                 batch.backward(F.cross_entropy(model(x).float(), y))
             update.step()
 
+    fused = partial(torch.optim.AdamW, fused=True)
+    found["fused"] = refused(lambda: step(shard(make_model(), comm), fused))
     found["low"] = refused(lambda: step(low, torch.optim.SGD))
-    found["lamb"] = refused(lambda: step(shard(make_model(), comm), allstep.optim.LAMB))
+    of_sums = partial(
+        allstep.optim.LAMB, trust_ratio=allstep.optim.TrustRatio(norm="l1"), weight_decay=0.1
+    )
+    found["lamb"] = refused(lambda: step(shard(make_model(), comm), of_sums))
     return found
 
 
 def test_what_exact_shards_refuse() -> None:
     words = {
         "experts": "`model.0.experts` has experts",
+        "fused": "The AdamW has `fused` (=True)",
         "low": "`first.0.weight` is gathered as torch.bfloat16",
-        "lamb": "The LAMB takes norms of shards",
+        "lamb": "`trust_ratio.norm` (='l1') depends on where a parameter was cut",
     }
     for found in run_processes(2, refusals):
         check_messages(found, words)
