@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree
 from allstep.comm.ddp import WITHOUT_DDP, is_ddp
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.exchange import Exchange
 
@@ -158,11 +159,12 @@ def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
 def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
     """Torch's optimizers of whole matrices would make another update of each part."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    if is_fused and exchange.is_fully_sharded and exchange.is_exact:
+    is_exact = exchange.is_fully_sharded and exchange.is_exact
+    if is_fused and is_exact and not is_accelerator(exchange.comm.device):
         raise UsageError(
-            f"The {_kind(optimizer)} has `fused` (=True): torch's kernel rounds a tensor's last"
-            " elements otherwise than others, and FSDP2 cuts elsewhere on other numbers of workers,"
-            " whose bits exact sums promise to be the same. Leave `fused` out."
+            f"The {_kind(optimizer)} has `fused` (=True): on a CPU torch's kernel rounds a tensor's"
+            " last elements otherwise than others, and FSDP2 cuts elsewhere on other numbers of"
+            " workers, whose bits exact sums promise to be the same. Leave `fused` out."
         )
     if not isinstance(optimizer, _OF_WHOLE_MATRICES):
         return
