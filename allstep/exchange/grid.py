@@ -258,11 +258,10 @@ class Grid:
             if name in old:
                 has_left = name in off_grid
                 fallen = _FALLEN_OFF if has_left else _FALLEN
-                has_fallen = largest_new[name] < fallen * largest_old[name]
-                if not has_fallen:
-                    is_far = largest_new[name] < _FAR * largest_old[name]
-                    kept = 1.0 if has_left else _KEPT_FAR if is_far else _KEPT
-                    top = _followed(top, old[name], largest_old[name], kept)
+                share = largest_new[name] / largest_old[name] if largest_old[name] > 0 else 1.0
+                kept = 1.0 if has_left else _KEPT_FAR if share < _FAR else _KEPT
+                kept = 0.0 if share < fallen else kept
+                top = _followed(top, old[name], largest_old[name], kept)
             self._tops[name] = top
             self._units.pop(name, None)
 
@@ -301,13 +300,13 @@ class Grid:
 
 
 def _followed(new: Tensor, old: Tensor, largest: float, kept: float) -> Tensor:
-    """T of each row, after another sum; `largest` is that of `old`, which is kept if 1 is."""
+    """T of each row, after another sum; `largest` is that of `old`, of which so much is kept."""
     top = torch.maximum(kept * old, new)
     top = torch.where(new == 0, old, top)  # zeros tell nothing of the next ones
     if largest > 0:
         top.clamp_(max=_GROWTH * largest)
     # A row that leaves was not as quiet as it had seemed, and others may not be.
-    return top.clamp_(min=_LEFT_ROW * float(top.amax())) if kept == 1 else top
+    return torch.maximum(top, _LEFT_ROW * top.amax()) if kept == 1 else top
 
 
 _DIGITS = {torch.float32: 24, torch.float64: 53}

@@ -288,6 +288,14 @@ def test_gradients_of_zeros() -> None:
     assert_sums(steps, {}, 2.0**-14)
 
 
+def test_sums_of_zeros_tell_nothing_of_later_ones() -> None:
+    grid, gradient = Grid(), 0.3 + noise(3, 80)
+    for total, off_grid in ((gradient, ["p"]), (torch.zeros(3, 80), []), (torch.zeros(3, 80), [])):
+        grid.begin(2)
+        grid.look_at({"p": total}, off_grid)
+    assert grid.round("p", gradient) is not None
+
+
 def test_one_element_is_a_hundred_million_times_the_rest() -> None:
     """The rest of its row is below what float32 itself keeps of the largest; other rows aren't."""
     steps = 0.3 + noise(5, 5, 2, 80)
