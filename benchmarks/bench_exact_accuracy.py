@@ -1,7 +1,7 @@
 """Test accuracy with exact sums beside float32's, and how often gradients leave the grid.
 
-    python benchmarks/bench_exact_accuracy.py [RECIPE:OPTIMIZER ...] [--seeds 3] [--epochs N]
-        [--folder TEXTS] [--quick]
+    python benchmarks/bench_exact_accuracy.py [RECIPE:OPTIMIZER[:SEEDS] ...] [--seeds 3]
+        [--epochs N] [--folder TEXTS] [--quick]
 
 Each run is a whole training on one worker of one thread: with exact sums the same bits come out on
 any number of them. A run that benchmarks/results/bench_exact_accuracy.jsonl has is not trained
@@ -14,7 +14,7 @@ not fit, so that a second message was needed.
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -64,12 +64,20 @@ def make_recipe(
     return recipe if folder is None or name != "text" else replace(recipe, folder=folder)
 
 
+def runs_of(wanted: Sequence[str], num_seeds: int) -> Iterator[tuple[str, str, int]]:
+    """Recipe, optimizer, seed."""
+    for entry in wanted:
+        name, optimizer, *num = entry.split(":")
+        for seed in range(int(num[0]) if num else num_seeds):
+            yield name, optimizer, seed
+
+
 def run_all(flags: argparse.Namespace, wanted: Sequence[str], path: Path) -> list[dict[str, Any]]:
     """The runs of `wanted`; those that are not in the file are trained and added to it."""
     old = read_runs(path)
     found: list[dict[str, Any]] = []
-    for entry, seed, compression in product(wanted, range(flags.seeds), COMPRESSIONS):
-        name, optimizer = entry.split(":")
+    planned = list(runs_of(wanted, flags.seeds))
+    for (name, optimizer, seed), compression in product(planned, COMPRESSIONS):
         recipe = make_recipe(name, optimizer, seed, compression, flags.epochs, flags.folder)
         what = {
             "recipe": name,
@@ -97,7 +105,7 @@ def completed_share(runs: Sequence[dict[str, Any]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", metavar="RECIPE:OPTIMIZER")
+    parser.add_argument("runs", nargs="*", metavar="RECIPE:OPTIMIZER[:SEEDS]")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help="by default the recipe's own")
     parser.add_argument("--folder", type=Path, help="of the recipe `text`")
@@ -116,7 +124,7 @@ def main() -> None:
     )
     keys: dict[str, float] = {}
     for entry in wanted:
-        recipe, optimizer = entry.split(":")
+        recipe, optimizer, *_ = entry.split(":")
         mine = [run for run in runs if (run["recipe"], run["optimizer"]) == (recipe, optimizer)]
         metric = METRIC.get(recipe, "accuracy")
         exact, fp32 = (
