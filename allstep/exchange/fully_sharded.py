@@ -24,7 +24,7 @@ from allstep.errors import UsageError
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
 from allstep.exchange.fully_sharded_use import PartsInUse
-from allstep.exchange.hooks import ModuleHook, WeakHook
+from allstep.exchange.hooks import ModuleHook, WeakHook, nothing
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, Synchronous
 from allstep.torch_classes import is_dtensor
@@ -98,7 +98,7 @@ class CollectivePasses:
             module.set_force_sum_reduction_for_comms(False)
             module.set_gradient_divide_factor(float(self._comm.size))
             if self._exact is not None:
-                module.set_all_reduce_hook(_nothing)
+                module.set_all_reduce_hook(nothing)
 
     def reshard(self) -> None:
         """Frees what a pass without gradients has gathered: parameters are shards again."""
@@ -351,10 +351,6 @@ def _parameters_by_module(model: nn.Module) -> "list[tuple[FSDPModule, list[str]
         around = (each for each in modules if name.startswith(f"{each}." if each else ""))
         names[max(around, key=len)].append(name)
     return [(module, names[name]) for name, module in modules.items()]
-
-
-def _nothing(_: Tensor) -> None:
-    """In place of a hook."""
 
 
 def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPModule]") -> None:

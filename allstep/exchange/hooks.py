@@ -210,11 +210,11 @@ def will_accumulate(p: nn.Parameter) -> bool:
 
 
 def _copied_hook() -> Callable[..., None]:
-    return _nothing
+    return nothing
 
 
-def _nothing(*_: Any) -> None:
-    """What is left of a hook in a copy."""
+def nothing(*_: Any) -> None:
+    """What is left of a hook in a copy, or where one can't be removed."""
 
 
 def owners_of(hooks: dict[int, Any] | None, kind: type[T]) -> Iterator[T]:

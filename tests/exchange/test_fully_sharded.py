@@ -18,7 +18,7 @@ from allstep import Communicator
 from allstep.exchange import ParameterServer
 from allstep.exchange.fully_sharded import CollectivePasses
 from tests.exchange.nets import assert_same, differs
-from tests.helpers.divided import misfit, save_whole, whole_state
+from tests.helpers.divided import misfit, run_epochs, save_whole, whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 
@@ -103,14 +103,7 @@ def train(
             model.eval()(torch.ones(1, 6, dtype=torch.float64, device=comm.device))
         model.train()
 
-    if run_dir is None:
-        for _ in range(num_epochs):
-            run_epoch(None)
-    else:
-        state = {"optimizer": optimizer}
-        with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
-            for _ in checkpoint.epochs(num_epochs):
-                run_epoch(checkpoint)
+    run_epochs(run_epoch, num_epochs, run_dir, loader, exchange, optimizer)
     return found | whole_state(model)
 
 

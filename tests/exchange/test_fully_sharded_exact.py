@@ -17,7 +17,7 @@ from allstep.exchange.exact_sums import ExactSums
 from allstep.nn import MixtureOfExperts
 from tests.exchange.nets import differs
 from tests.helpers.compare import differing_names
-from tests.helpers.divided import whole_state
+from tests.helpers.divided import run_epochs, whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 
@@ -101,14 +101,7 @@ def train(
                 update.zero_grad()
             found[f"loss {batch.step}"] = torch.tensor(batch.global_loss(), dtype=torch.float64)
 
-    if run_dir is None:
-        for _ in range(num_epochs):
-            run_epoch(None)
-    else:
-        state = {"optimizer": update}
-        with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
-            for _ in checkpoint.epochs(num_epochs):
-                run_epoch(checkpoint)
+    run_epochs(run_epoch, num_epochs, run_dir, loader, exchange, update)
     found["completed"] = torch.tensor(exchange.stats().num_completed)
     return found | whole_state(model)
 

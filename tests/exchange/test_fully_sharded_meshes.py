@@ -22,7 +22,7 @@ from allstep.exchange.fully_sharded import CollectivePasses
 from allstep.nn import tensor_parallel
 from allstep.torch_classes import local_part
 from tests.exchange.nets import assert_same, differs
-from tests.helpers.divided import whole_state
+from tests.helpers.divided import run_epochs, whole_state
 from tests.helpers.messages import check_messages
 from tests.helpers.processes import run_processes
 
@@ -141,14 +141,7 @@ def train(
         exchange.sync_buffers()
         found["metric"] = torch.tensor(evaluator(model)["loss"], dtype=torch.float64)
 
-    if run_dir is None:
-        for _ in range(num_epochs):
-            run_epoch(None)
-    else:
-        state = {"optimizer": update}
-        with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
-            for _ in checkpoint.epochs(num_epochs):
-                run_epoch(checkpoint)
+    run_epochs(run_epoch, num_epochs, run_dir, loader, exchange, update)
     return found | whole_state(model)
 
 

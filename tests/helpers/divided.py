@@ -35,6 +35,25 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def run_epochs(
+    run_epoch: Callable[[allstep.AutoCheckpoint | None], None],
+    num_epochs: int,
+    run_dir: Path | None,
+    loader: Any,
+    exchange: allstep.Exchange,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Calls it for each epoch; with a folder, for those that a checkpoint there leaves."""
+    if run_dir is None:
+        for _ in range(num_epochs):
+            run_epoch(None)
+        return
+    state = {"optimizer": optimizer}
+    with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
+        for _ in checkpoint.epochs(num_epochs):
+            run_epoch(checkpoint)
+
+
 def save_whole(model: nn.Module, run_dir: Path) -> None:
     """A checkpoint of one worker's loop, after a step."""
     exchange, loader, checkpoint = _own_loop(model, Communicator.single_process(), run_dir)
