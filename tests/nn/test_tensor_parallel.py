@@ -20,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep import Communicator, UsageError, init
+from allstep import Communicator, init
 from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
 from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
 from tests.helpers.divided import misfit, save_whole, whole_state
+from tests.helpers.messages import refused
 from tests.helpers.processes import Workers, run_processes
 
 
@@ -242,13 +243,6 @@ def test_tensor_parallel_in_an_own_loop_goes_on_on_another_mesh(tmp_path: Path) 
         torch.testing.assert_close(alone[name], value, rtol=0, atol=1e-10)
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """What a wrong call says."""
-    with pytest.raises(UsageError) as error:
-        call()
-    return str(error.value)
-
-
 # -- tokens that the workers don't divide --------------------------------------------------------
 
 
@@ -302,13 +296,13 @@ def cut_five_tokens(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleInput
 
-    of_output = refusal(lambda: of_some_tokens(comm, keeps_dtensors=(False, False)))
+    of_output = refused(lambda: of_some_tokens(comm, keeps_dtensors=(False, False)))
     style = PrepareModuleInput(
         input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
     )
     model = tensor_parallel(nn.ReLU(), comm.mesh(data=1, tensor=comm.size), {"": style})
     assert model(torch.ones(3, 4, 6)).shape == (3, 2, 6)
-    return of_some_tokens(comm), [of_output, refusal(lambda: model(torch.ones(3, 5, 6)))]
+    return of_some_tokens(comm), [of_output, refused(lambda: model(torch.ones(3, 5, 6)))]
 
 
 @pytest.mark.process
@@ -383,7 +377,7 @@ def convolved(comm: Communicator, dim: int = 0, is_one_sample: bool = False) -> 
 def convolve(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     """Gradients by samples, and what is said of images, channels and a sample cut otherwise."""
     wrong = ({"dim": 3}, {"dim": 2}, {"dim": 1}, {"is_one_sample": True})
-    return convolved(comm), [refusal(partial(convolved, comm, **kwargs)) for kwargs in wrong]
+    return convolved(comm), [refused(partial(convolved, comm, **kwargs)) for kwargs in wrong]
 
 
 @pytest.mark.process
@@ -402,7 +396,7 @@ def test_convolution_under_tensor_parallel_by_samples_or_not_at_all() -> None:
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def refused(comm: Communicator, folder: Path) -> list[str]:
+def refusals(comm: Communicator, folder: Path) -> list[str]:
     """What each wrong call says."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -420,7 +414,7 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
     said = []
 
     def note(call: Callable[[], object]) -> None:
-        said.append(refusal(call))
+        said.append(refused(call))
 
     note(lambda: tensor_parallel(nn.Linear(4, 5), mesh, {"": ColwiseParallel()}))
     note(lambda: tensor_parallel(nn.Conv1d(4, 4, 3), mesh, {"": CutsAlongOutputs()}))
@@ -468,7 +462,7 @@ def mlp(width: int) -> nn.Module:
 @pytest.mark.process
 def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
     save_whole(mlp(6), tmp_path / "other")
-    for said in run_processes(2, refused, tmp_path):
+    for said in run_processes(2, refusals, tmp_path):
         for words, message in zip(
             [
                 "`plan` cuts `weight` [5, 4] along dimension 0, which must be a multiple of the 2",
