@@ -22,6 +22,7 @@ _LEFT_ROW = 2.0**-3  # the same after a step in which a row left the grid
 _QUIET_ROW = 2.0**-20  # and for others at least
 _ROW_SIZE = 64  # elements below which rows share one unit
 _LOOK_EVERY = 16  # exchanges
+_NUM_EARLY, _LOOK_EVERY_EARLY = 64, 4  # the same among the first ones
 LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
 _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
@@ -60,14 +61,15 @@ class Grid:
 
         L = M T / sqrt(K)        T: largest magnitude of the row's earlier sums,  M: a margin
 
-    since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at in
-    every 16th exchange, in the first 16, and after a step in which something left the grid. It
-    falls by a tenth at most then, by half if the sums are 16 times smaller, or all the way if they
-    are 4,096 times smaller; until then a sudden fall costs digits. Where something left it does not
-    fall, and is an eighth of the parameter's largest at least: rows of an embedding are quiet until
-    their word comes. (In a small language model something left in 45 % of steps otherwise, for
-    1 %.) In a training of `digits`, whose gradients fall to a thousandth and vary by as much, a
-    sum's largest element has 14 digits, 9 in the worst of a hundred.
+    since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at
+    in every 16th exchange, of the first 64 in every fourth, in the first 16, and after a step
+    in which something left the grid. It falls by a tenth at most then, by half if the sums are
+    16 times smaller, or all the way if they are 4,096 times smaller; until then a sudden fall
+    costs digits. Where something left it does not fall, and is an eighth of the parameter's
+    largest at least: rows of an embedding are quiet until their word comes. (In a small
+    language model something left in 45 % of steps otherwise, for 1 %.) In a training of
+    `digits`, whose gradients fall to a thousandth and vary by as much, a sum's largest element
+    has 14 digits, 9 in the worst of a hundred.
 
     A gradient that does not fit is too large, or so small that its largest element would be left
     with no digit; or nothing is known yet; or it has 16 bits. It is
@@ -224,7 +226,8 @@ class Grid:
             summed: that have a global gradient.
             off_grid: those of which a part did not fit.
         """
-        always = num_exchanges < LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
+        every = _LOOK_EVERY_EARLY if num_exchanges < _NUM_EARLY else _LOOK_EVERY
+        always = num_exchanges < LOOK_ALWAYS or num_exchanges % every == 0
         return [name for name in summed if always or name in off_grid]
 
     def look_at(self, totals: Mapping[str, Tensor], off_grid: Collection[str] = ()) -> None:
