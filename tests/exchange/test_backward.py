@@ -12,6 +12,7 @@ from allstep.comm import Communicator
 from allstep.exchange import ExchangePolicy, attach
 from tests.exchange.nets import assert_same, clone, differs, gradients, mlp, shard, states
 from tests.helpers.ranks import run_ranks
+from tests.helpers.versions import needs_torch_2_13
 
 
 def test_no_sync_accumulates_until_the_next_exchange(policy: ExchangePolicy) -> None:
@@ -184,6 +185,7 @@ def test_failed_backward_leaves_nothing_behind(policy: ExchangePolicy) -> None:
         assert_same(actual, gradients(model))
 
 
+@needs_torch_2_13
 def test_compiled_model(policy: ExchangePolicy) -> None:
     start, batches = mlp(), torch.randn(3, 8, 5)
 

@@ -21,6 +21,7 @@ from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import misfit, run_epochs, save_whole, whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
+from tests.helpers.versions import needs_torch_2_13
 
 pytestmark = pytest.mark.process
 
@@ -236,6 +237,7 @@ def train_each_in_bfloat16(comm: Communicator, is_sharded: bool) -> list[dict[st
     return [train_in_bfloat16(comm, is_sharded, keeps_casts) for keeps_casts in (False, True)]
 
 
+@needs_torch_2_13
 def test_autocast_around_several_micro_batches() -> None:
     """The control keeps what was cast in an earlier one, whose gradients FSDP2 leaves behind."""
     [(expected, _)] = run_processes(1, train_each_in_bfloat16, False)

@@ -20,6 +20,7 @@ from tests.helpers.compare import differing_names
 from tests.helpers.divided import run_epochs, whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
+from tests.helpers.versions import needs_torch_2_13
 
 pytestmark = pytest.mark.process
 
@@ -136,6 +137,7 @@ def test_one_worker_that_shards_has_the_bits_of_one_that_does_not(
     assert whole["completed"] > 1
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))])
 def test_shards_have_the_same_bits_on_any_number_of_workers(
     size: int, one: list[dict[str, Tensor]]

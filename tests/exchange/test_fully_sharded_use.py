@@ -16,6 +16,7 @@ from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import whole_state
 from tests.helpers.messages import check_messages
 from tests.helpers.processes import run_processes
+from tests.helpers.versions import needs_torch_2_13
 
 pytestmark = pytest.mark.process
 
@@ -107,6 +108,7 @@ def train_sharded(comm: Communicator) -> list[dict[str, Tensor]]:
     return [found, train(comm, branches(MIXED), is_sharded=True)]
 
 
+@needs_torch_2_13
 def test_parameters_that_some_workers_use_are_trained_as_by_one() -> None:
     """The control: without zeros FSDP2 adds the gradients of one branch to another's."""
     [(expected, expected_of_mixed)] = run_processes(1, train_whole)

@@ -53,6 +53,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_bucket_has_its_spans(name: str) -> None:
     def worker(comm: Communicator) -> tuple[list[FunctionEvent], int]:

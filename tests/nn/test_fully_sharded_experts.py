@@ -17,6 +17,7 @@ from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
+from tests.helpers.versions import needs_torch_2_13
 from tests.nn.test_experts_of_shards import (
     CONTROLS,
     Routed,
@@ -57,6 +58,7 @@ def variants(comm: Communicator, num_tensor: int, num_copies: int) -> dict[str, 
     }
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize(
     ("size", "num_tensor", "num_copies"),
     [
@@ -125,6 +127,7 @@ def chosen_and_trained(comm: Communicator) -> list[tuple[set[int], set[int]]]:
     return found
 
 
+@needs_torch_2_13
 def test_expert_that_nobody_chose_gets_no_gradient() -> None:
     """Also where a worker without a micro-batch passes another of its own again."""
     by_worker = run_processes(2, chosen_and_trained)

@@ -17,6 +17,7 @@ from allstep.nn import Chain, ChainPart, Pipeline
 from tests.helpers.divided import whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
+from tests.helpers.versions import needs_torch_2_13
 from tests.nn.test_pipeline import (
     Maker,
     Trained,
@@ -134,6 +135,7 @@ def controls(comm: Communicator) -> dict[str, Trained]:
     }
 
 
+@needs_torch_2_13
 def test_controls() -> None:
     """FSDP2's own mean, and gradients that torch drops in the middle of a batch."""
     [found, _] = run_processes(2, controls)

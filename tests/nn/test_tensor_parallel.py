@@ -28,6 +28,7 @@ from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_p
 from tests.helpers.divided import misfit, save_whole, whole_state
 from tests.helpers.messages import refused
 from tests.helpers.processes import Workers, run_processes
+from tests.helpers.versions import needs_torch_2_13
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -305,6 +306,7 @@ def cut_five_tokens(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     return of_some_tokens(comm), [of_output, refused(lambda: model(torch.ones(3, 5, 6)))]
 
 
+@needs_torch_2_13
 @pytest.mark.process
 def test_tokens_that_the_workers_do_not_divide() -> None:
     expected = of_some_tokens(Communicator.single_process())
@@ -380,6 +382,7 @@ def convolve(comm: Communicator) -> tuple[dict[str, Tensor], list[str]]:
     return convolved(comm), [refused(partial(convolved, comm, **kwargs)) for kwargs in wrong]
 
 
+@needs_torch_2_13
 @pytest.mark.process
 def test_convolution_under_tensor_parallel_by_samples_or_not_at_all() -> None:
     expected = convolved(Communicator.single_process())
