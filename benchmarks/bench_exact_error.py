@@ -36,6 +36,7 @@ FIRST_STEPS = 10
 SEQUENCE = 64
 
 Errors = dict[str, dict[str, list[float]]]  # parameter -> sums -> of each step
+Summary = dict[str, dict[str, dict[str, float]]]  # parameter -> sums -> median and worst
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -119,21 +120,20 @@ def measure_all(name: str, num_steps: int) -> Errors:
     return found
 
 
-def summary(errors: Errors) -> dict[str, dict[str, dict[str, float]]]:
-    """Parameter -> sums -> median and worst."""
+def summary(errors: Errors) -> Summary:
     return {
         key: {sums: {"median": statistics.median(x), "worst": max(x)} for sums, x in found.items()}
         for key, found in errors.items()
     }
 
 
-def table(measured: dict[str, Errors]) -> str:
+def table(summaries: dict[str, Summary]) -> str:
     lines = [
         "| net | parameter | exact, median | exact, worst | float32, median | float32, worst |",
         "|---|---|---|---|---|---|",
     ]
-    for net, errors in measured.items():
-        for parameter, found in summary(errors).items():
+    for net, of_net in summaries.items():
+        for parameter, found in of_net.items():
             cells = [
                 _power(found[sums][pick])
                 for sums in ("exact", "float32")
@@ -153,14 +153,15 @@ def main() -> None:
     is_quick = parser.parse_args().quick
     torch.set_num_threads(1)
     measured = {name: measure_all(name, 20 if is_quick else 100) for name in NETS}
-    print(table(measured))
+    summaries = {name: summary(errors) for name, errors in measured.items()}
+    text = table(summaries)
+    print(text)
     if not is_quick:
-        errors = {name: summary(found) for name, found in measured.items()}
-        write_results("bench_exact_error", {"errors": errors})
-        DOCS.write_text(table(measured))
+        write_results("bench_exact_error", {"errors": summaries})
+        DOCS.write_text(text)
     keys = {}
-    for short, errors_of_net in zip(("conv", "transformer"), measured.values(), strict=True):
-        of_all = sorted(x for found in errors_of_net.values() for x in found["exact"])
+    for short, errors in zip(("conv", "transformer"), measured.values(), strict=True):
+        of_all = sorted(x for found in errors.values() for x in found["exact"])
         keys[f"{short}_median"] = statistics.median(of_all)
         keys[f"{short}_p99"] = of_all[int(0.99 * len(of_all))]
         keys[f"{short}_worst"] = of_all[-1]

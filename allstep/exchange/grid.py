@@ -22,7 +22,8 @@ _LEFT_ROW = 2.0**-3  # the same after a step in which a row left the grid
 _QUIET_ROW = 2.0**-20  # and for others at least
 _ROW_SIZE = 64  # elements below which rows share one unit
 _LOOK_EVERY = 16  # exchanges
-_NUM_EARLY, _LOOK_EVERY_EARLY = 64, 4  # the same among the first ones
+_LOOK_EVERY_EARLY = 4  # of the first _NUM_EARLY
+_NUM_EARLY = 64
 LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
 _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
