@@ -24,15 +24,14 @@ from allstep.train.dtensors import divide_dtensors, lay_out, lay_out_optimizer
 from allstep.train.packing import divided_in, tensors_in
 from allstep.train.pieces import Selection
 from allstep.train.storage import (
-    FILE_BYTES,
     Stored,
     Sweeper,
     discard,
     in_memory,
     open_stored,
-    send_parts,
     write_checkpoint,
 )
+from allstep.train.tensor_files import FILE_BYTES, write_parts
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
@@ -62,8 +61,9 @@ class Checkpoints:
     """The checkpoints of one run, `folder/step-00000120` and so on, and `folder/best`.
 
     Only rank 0 touches the disk; the others receive what it reads, so that no shared file
-    system is needed. Of divided tensors it has only a piece at a time.
-    [Note: divided checkpoints]
+    system is needed. Parts of divided tensors are written by the workers that have them if all see
+    the folder; if not rank 0 writes them, too, and has only a piece at a time.
+    [Note: writers of parts]
 
     Args:
         folder: where they are; made at the first save.
@@ -123,7 +123,7 @@ class Checkpoints:
     def save(self, step: int, state: Any) -> Path:
         """Writes a checkpoint, then deletes those that are too old. All workers call it.
 
-        Nobody waits for the writer; if it fails, only rank 0 raises.
+        Nobody waits for rank 0; if it fails, or a worker that writes parts, only rank 0 raises.
 
         Args:
             step: optimizer steps done.
@@ -165,10 +165,17 @@ class Checkpoints:
         if self._comm.size > 1:
             self._check_same_state(step, state)
         if self._comm.rank > 0:
-            send_parts(state, file_bytes=self._message_bytes)
+            write_parts(self._comm, self.folder, state, self._message_bytes, self._disk)
             return
         self._sweeper.sweep()
-        write_checkpoint(path, state, step=step, file_bytes=self._message_bytes, disk=self._disk)
+        write_checkpoint(
+            path,
+            state,
+            step=step,
+            file_bytes=self._message_bytes,
+            disk=self._disk,
+            comm=self._comm,
+        )
 
     def _check_same_state(self, step: int, state: Any) -> None:
         """All workers will get rank 0's tensors back, and the first copy of divided ones."""

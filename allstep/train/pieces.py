@@ -74,9 +74,21 @@ def pieces_of(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> 
             yield Piece(name, x.nbytes, x.detach)
             continue
         for rank, window in x.pieces(max_bytes):
-            place = ",".join(map("{}:{}".format, window.start, window.stop))
-            num_bytes = window.num_positions * x.dtype.itemsize
-            yield Piece(f"{name}[{place}]", num_bytes, partial(_ask_for, x, rank, window))
+            yield _piece(name, x, window, partial(_ask_for, x, rank, window))
+
+
+def local_pieces(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> Iterator[Piece]:
+    """What of it this worker has: what is not divided, and its parts if its copy is the first.
+
+    Args: as for `pieces_of`.
+    """
+    for name, x in tensors.items():
+        if isinstance(x, Tensor):
+            yield Piece(name, x.nbytes, x.detach)
+        elif x.is_first_copy:
+            for rank, window in x.pieces(max_bytes):
+                if rank == x.comm.rank:
+                    yield _piece(name, x, window, partial(_own, x, window))
 
 
 def send_pieces(tensors: Mapping[str, DividedTensor], max_bytes: int) -> None:
@@ -169,10 +181,19 @@ class Selection:
         return decode(self._data, load)
 
 
+def _piece(name: str, x: DividedTensor, window: Window, load: Callable[[], Tensor]) -> Piece:
+    place = ",".join(map("{}:{}".format, window.start, window.stop))
+    return Piece(f"{name}[{place}]", window.num_positions * x.dtype.itemsize, load)
+
+
 def _ask_for(x: DividedTensor, rank: int, window: Window) -> Tensor:
     piece = x.piece(rank, window)
     assert piece is not None  # on rank 0
     return as_stored(piece.cpu().contiguous())
+
+
+def _own(x: DividedTensor, window: Window) -> Tensor:
+    return as_stored(x.local_piece(window).cpu().contiguous())
 
 
 def _place(name: str) -> tuple[str, Window | None]:

@@ -1,12 +1,13 @@
 """One checkpoint on disk: written so that it is there whole or not at all, read with checks.
 
 [Note: atomic checkpoint] A checkpoint is a folder with `tensors.safetensors` (if the state is large
-also `tensors-2.safetensors` and so on), `state.msgpack` (what is no tensor) and `manifest.json`,
-which has their checksums and its own. It is written under another name, `.tmp-NAME-HOST-PID`, each
-file is synced, and the folder is renamed when it is complete; so a folder with the right name is
-whole unless the disk damaged it, which the checksums tell. One that stands in the way is renamed
-`.old-NAME` first and comes back if the writer dies before the new one is in place; it is deleted
-once the new name is synced, too. What dead writers leave is swept away later.
+also `tensors-2.safetensors` and so on, and `tensors-rank-1.safetensors` of other workers),
+`state.msgpack` (what is no tensor) and `manifest.json`, which has their checksums and its own. It
+is written under another name, `.tmp-NAME-HOST-PID`, each file is synced, and the folder is renamed
+when it is complete; so a folder with the right name is whole unless the disk damaged it, which the
+checksums tell. One that stands in the way is renamed `.old-NAME` first and comes back if the writer
+dies before the new one is in place; it is deleted once the new name is synced, too. What dead
+writers leave is swept away later.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +28,23 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from allstep import __version__
+from allstep.comm import Communicator
 from allstep.errors import CheckpointError
 from allstep.train.disk import LOCAL_DISK, Disk
-from allstep.train.packing import divided_in, pack
-from allstep.train.pieces import Piece, Selection, pieces_of, send_pieces
+from allstep.train.packing import pack
+from allstep.train.pieces import Selection, pieces_of
+from allstep.train.tensor_files import (
+    FILE_BYTES,
+    FIRST,
+    Digest,
+    digest_of,
+    grouped,
+    holds_tensors,
+    write_all,
+)
 
-FILE_BYTES = 64 << 20
 _FORMAT = 1
-_TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.msgpack", "manifest.json"
-_MORE_TENSORS = re.compile(r"tensors-\d+\.safetensors")
+_STATE, _MANIFEST = "state.msgpack", "manifest.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 _MAX_REASON = 300  # characters
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)")
@@ -79,6 +88,7 @@ def write_checkpoint(
     step: int = 0,
     file_bytes: int = FILE_BYTES,
     disk: Disk = LOCAL_DISK,
+    comm: Communicator | None = None,
 ) -> None:
     """Writes a state as the folder `path`, replacing what is there; see [Note: atomic checkpoint].
 
@@ -86,10 +96,11 @@ def write_checkpoint(
         path: the folder to make.
         state: nested dicts, lists, tuples and sets of None, numbers, texts, bytes, numpy arrays
             and dense tensors. Where there are divided tensors their other workers call
-            `send_parts`.
+            `write_parts`.
         step: optimizer steps done.
         file_bytes: about as much is in a file, and at once in memory of tensors of others.
         disk: what writes.
+        comm: the workers of divided tensors.
 
     Raises:
         UsageError: if `state` holds anything else; the message names its path.
@@ -98,28 +109,26 @@ def write_checkpoint(
     """
     path = Path(path)
     data, tensors = pack(state)
-    pieces = pieces_of(tensors, file_bytes)
     temporary = _temporary(path, disk)
-    try:
+
+    def new_folder() -> Path:
         _make_folders(temporary.parent, disk)
         disk.remove(temporary)
         disk.make_folder(temporary)
-        _write_files(temporary, step, data, _groups(pieces, file_bytes), disk)
+        disk.write(temporary / _STATE, data)
+        return temporary
+
+    try:
+        files = write_all(new_folder, tensors, file_bytes, disk, comm)
+        _write_manifest_of(temporary, step, files, disk)
         _put_in_place(temporary, path, disk)
     except (OSError, SafetensorError) as error:
-        for piece in pieces:
-            piece.load()  # others are sending
         raise CheckpointError(
             f"{path} could not be written ({error}). Free some space or choose another folder; "
             "older checkpoints are untouched."
         ) from error
     finally:
         disk.remove(temporary)  # it is no more if all went well
-
-
-def send_parts(state: Any, *, file_bytes: int = FILE_BYTES) -> None:
-    """Gives rank 0, which is at `write_checkpoint`, this worker's parts of divided tensors."""
-    send_pieces(divided_in(state), file_bytes)
 
 
 def read_checkpoint(path: Path | str) -> Any:
@@ -149,7 +158,7 @@ def open_stored(path: Path | str) -> Iterator[Stored]:
     manifest = verify(path)
     with ExitStack() as opened:
         with _damage_named(path):
-            names = filter(_holds_tensors, manifest["files"])
+            names = filter(holds_tensors, manifest["files"])
             files = [opened.enter_context((path / name).open("rb")) for name in names]
 
             def load(group: int) -> dict[str, Tensor]:
@@ -166,7 +175,10 @@ def open_stored(path: Path | str) -> Iterator[Stored]:
 def in_memory(step: int, state: Any) -> Stored:
     """A state without divided tensors as if it were stored."""
     data, tensors = pack(state)
-    groups = list(_groups(pieces_of(tensors, FILE_BYTES), FILE_BYTES))
+    groups = [
+        {piece.name: piece.load() for piece in group}
+        for group in grouped(pieces_of(tensors, FILE_BYTES), FILE_BYTES)
+    ]
     return Stored(step, data, list(map(_on_meta, groups)), groups.__getitem__)
 
 
@@ -183,11 +195,11 @@ def verify(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     with _damage_named(path):
         manifest = _read_manifest(path)
-        for name in (_TENSORS, _STATE):
+        for name in (FIRST, _STATE):
             if name not in manifest["files"]:
                 raise CheckpointError(f"{_MANIFEST} does not list {name}")
         for name, expected in manifest["files"].items():
-            if name != _STATE and not _holds_tensors(name):
+            if name != _STATE and not holds_tensors(name):
                 raise CheckpointError(f"{_MANIFEST} lists {name}")
             _check_file(path / name, expected)
     return manifest
@@ -271,46 +283,23 @@ class Sweeper:
         return now_s - since_s > _FOREIGN_REST_S
 
 
-def _groups(pieces: Iterable[Piece], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors to be stored together; the first group may be empty."""
-    group: dict[str, Tensor] = {}
-    num_bytes = 0
-    for piece in pieces:
-        if group and num_bytes + piece.num_bytes > max_bytes:
-            yield group
-            group, num_bytes = {}, 0
-        group[piece.name] = piece.load()
-        num_bytes += piece.num_bytes
-    yield group
-
-
 def _on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
-def _write_files(
-    folder: Path, step: int, data: bytes, groups: Iterable[dict[str, Tensor]], disk: Disk
-) -> None:
-    files = [_STATE]
-    disk.write(folder / _STATE, data)
-    for number, tensors in enumerate(groups, start=1):
-        files.append(_TENSORS if number == 1 else f"tensors-{number}.safetensors")
-        disk.write_tensors(folder / files[-1], tensors)
+def _write_manifest_of(folder: Path, step: int, files: dict[str, Digest], disk: Disk) -> None:
+    """Completes a folder whose tensors are written."""
     manifest = {
         "format": _FORMAT,
         "step": step,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "allstep": __version__,
         "torch": str(torch.__version__),
-        "files": {name: _digest(folder / name) for name in files},
+        "files": {_STATE: digest_of(folder / _STATE)} | files,
     }
     write_manifest(folder, manifest, disk)
-    for path in (*(folder / name for name in files), folder / _MANIFEST, folder):
+    for path in (folder / _STATE, folder / _MANIFEST, folder):
         disk.sync(path)
-
-
-def _holds_tensors(name: str) -> bool:
-    return name == _TENSORS or bool(_MORE_TENSORS.fullmatch(name))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -346,7 +335,7 @@ def _check_file(path: Path, expected: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{path.name} has {size_bytes:,} bytes instead of {expected['size_bytes']:,}"
         )
-    if _digest(path) != expected:
+    if digest_of(path) != expected:
         raise CheckpointError(f"{path.name} does not match its checksum")
 
 
@@ -357,13 +346,6 @@ def _size_bytes(path: Path) -> int:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is no file")
     return path.stat().st_size
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size_bytes": path.stat().st_size, "sha256": digest}
 
 
 def _make_folders(path: Path, disk: Disk) -> None:

@@ -20,6 +20,7 @@ from allstep.nn import DividedTensor, Layout, Window
 from allstep.recipes.cots import Cots
 from allstep.recipes.cots_training import GreedyTraining
 from allstep.train import Checkpoints, read_checkpoint
+from allstep.train.disk import LOCAL_DISK, Disk
 from allstep.train.storage import write_manifest
 from tests.helpers.processes import RemoteError, run_processes
 from tests.helpers.ranks import run_ranks
@@ -54,21 +55,33 @@ def cut(shape: Sequence[int], size: int) -> Layout:
     return Layout.split(shape[: dim + 1], [1] * dim + [size])
 
 
-def saved(folder: Path, size: int) -> None:
+class OtherDisk(Disk):
+    """Of a host on which rank 0's folder is not."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        raise FileNotFoundError(path)
+
+
+def saved(folder: Path, size: int, *, is_shared: bool = True) -> None:
     """A checkpoint of all tensors, each divided over so many workers."""
 
     def save(comm: Communicator) -> None:
         whole = {name: divided(x, comm, cut(x.shape, size)) for name, x in WHOLE.items()}
         state = {"step": 3, "of all": torch.ones(2), "nested": [whole, (None, 0.5)]}
-        Checkpoints(folder, comm, message_bytes=MESSAGE_BYTES).save(3, state)
+        disk = LOCAL_DISK if is_shared or comm.rank == 0 else OtherDisk()
+        Checkpoints(folder, comm, message_bytes=MESSAGE_BYTES, disk=disk).save(3, state)
 
     run_ranks(size, save)
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_divided_tensors_are_whole_again(tmp_path, size):
-    saved(tmp_path, size)
+def test_divided_tensors_are_whole_again(tmp_path, size, is_shared):
+    saved(tmp_path, size, is_shared=is_shared)
     files = sorted((tmp_path / "step-00000003").glob("*.safetensors"))
+    names = {path.name for path in files}
+    written = {rank for rank in range(size) if f"tensors-rank-{rank}.safetensors" in names}
+    assert written == (set(range(1, size)) if is_shared else set())
     assert len(files) > 10
     assert max(path.stat().st_size for path in files) < 4 * MESSAGE_BYTES + 300  # names
     found = read_checkpoint(tmp_path / "step-00000003")
@@ -151,6 +164,7 @@ def test_divided_tensor_in_two_dims_with_a_worker_that_has_none(tmp_path):
 
     run_ranks(4, save)
     assert torch.equal(read_checkpoint(tmp_path / "step-00000001")["x"], x)
+    assert not (tmp_path / "step-00000001" / "tensors-rank-1.safetensors").exists()
 
 
 def test_only_the_first_copy_is_stored_and_the_others_must_be_equal(tmp_path):
@@ -217,7 +231,7 @@ def test_a_writer_that_left_a_piece_out_is_found(tmp_path):
     saved(tmp_path, 2)
     folder = tmp_path / "step-00000003"
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"], manifest["files"]["tensors-4.safetensors"]
+    del manifest["sha256"], manifest["files"]["tensors-rank-1-4.safetensors"]
     write_manifest(folder, manifest)
     with pytest.raises(CheckpointError, match="a piece of the tensor nested/0/float is missing"):
         read_checkpoint(folder)
@@ -237,14 +251,14 @@ ROOM_BYTES = NEEDED_BYTES * 2 // 3
 
 
 class Dying(DividedTensor):
-    """Its worker is killed when some of its pieces have been stored."""
+    """Its worker is killed when all of its pieces but one have been stored."""
 
-    def piece(self, rank: int, window: Window) -> Tensor | None:
+    def local_piece(self, window: Window) -> Tensor:
         own = self.windows[self.comm.rank]
         assert own is not None
-        if window.start[0] > own.start[0]:
+        if window.stop[0] == own.stop[0]:  # the last piece
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().piece(rank, window)
+        return super().local_piece(window)
 
 
 class Disturbed(Cots):

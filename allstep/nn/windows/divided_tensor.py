@@ -14,9 +14,10 @@ from allstep.nn.windows.window import Window
 class DividedTensor:
     """A leaf of a state. All workers of `comm` have one at the same place of theirs.
 
-    [Note: divided checkpoints] `Checkpoints` asks for it piece by piece: rank 0 writes a piece and
-    forgets it. Who loads a checkpoint gets the whole tensor on the "meta" device, takes views of
-    that by ordinary indexing, and receives what the views show.
+    [Note: divided checkpoints] `Checkpoints` stores it piece by piece: each worker its own pieces,
+    where all see the folder; else rank 0 asks for a piece, writes it and forgets it. Who loads a
+    checkpoint gets the whole tensor on the "meta" device, takes views of that by ordinary
+    indexing, and receives what the views show.
 
     Args:
         local: this worker's part; None if it has none.
@@ -57,16 +58,20 @@ class DividedTensor:
 
     def piece(self, rank: int, window: Window) -> Tensor | None:
         """One of `pieces`, on rank 0 of `comm`; None elsewhere. That rank and rank 0 call it."""
-        own = self._window(self.comm.rank)
         if rank != self.comm.rank:
             received: Tensor = self.comm.recv(rank)
             return received.cpu()
-        assert self.local is not None and own is not None
-        part = window.view(self.local.detach(), own, 0)
+        part = self.local_piece(window)
         if rank == 0:
             return part
         self.comm.send(part.contiguous(), 0)
         return None
+
+    def local_piece(self, window: Window) -> Tensor:
+        """One of `pieces` that this worker has, as a view."""
+        own = self._window(self.comm.rank)
+        assert self.local is not None and own is not None
+        return window.view(self.local.detach(), own, 0)
 
     def _window(self, rank: int) -> Window | None:
         """In all dims."""

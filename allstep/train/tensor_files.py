@@ -1,0 +1,192 @@
+"""The files with a checkpoint's tensors, and who writes them.
+
+[Note: writers of parts] Where all workers see the folder that rank 0 has made, each writes files of
+its own parts in it, in rounds of a file each, after which rank 0 hears the files' checksums; nobody
+waits for another, but rank 0 for all. It writes what is not divided, too. Where a worker does not
+see the folder, or there are hundreds, rank 0 asks all for their pieces and writes them.
+[Note: divided checkpoints]
+"""
+
+import hashlib
+import math
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from allstep.comm import Communicator
+from allstep.nn import DividedTensor
+from allstep.train.disk import Disk
+from allstep.train.packing import divided_in
+from allstep.train.pieces import Piece, local_pieces, pieces_of, send_pieces
+
+FILE_BYTES = 64 << 20
+FIRST = "tensors.safetensors"
+_MAX_FILES = 256  # who reads a checkpoint has all of them open, twice as many if they divide badly
+_NAME = re.compile(r"tensors(-rank-\d+)?(-\d+)?\.safetensors")
+
+Digest = dict[str, Any]
+Group = list[Piece]
+
+
+def holds_tensors(name: str) -> bool:
+    """Whether a file of that name is one of these."""
+    return bool(_NAME.fullmatch(name))
+
+
+def digest_of(path: Path) -> Digest:
+    """Size and checksum of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size_bytes": path.stat().st_size, "sha256": digest}
+
+
+def grouped(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Group]:
+    """What is stored together; the first group may be empty."""
+    group: Group = []
+    num_bytes = 0
+    for piece in pieces:
+        if group and num_bytes + piece.num_bytes > max_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append(piece)
+        num_bytes += piece.num_bytes
+    yield group
+
+
+def write_all(
+    new_folder: Callable[[], Path],
+    tensors: Mapping[str, Tensor | DividedTensor],
+    file_bytes: int,
+    disk: Disk,
+    comm: Communicator | None = None,
+) -> dict[str, Digest]:
+    """Writes them on rank 0; the other workers of divided tensors call `write_parts`.
+
+    Args:
+        new_folder: makes the folder that they are written in.
+        tensors: by name, as `pack` gives them.
+        file_bytes: about as much is in a file, or more where that would be too many files.
+        disk: what writes.
+        comm: the workers; None if nothing is divided.
+
+    Returns:
+        Size and checksum by the file's name.
+
+    Raises:
+        OSError, SafetensorError: if this worker, or another, could not; nobody waits for it then.
+    """
+    all_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
+    group_bytes = max(file_bytes, all_bytes // _MAX_FILES)
+    names = [name for name, x in tensors.items() if isinstance(x, DividedTensor)]
+    if comm is None or comm.size == 1 or not names:
+        groups = grouped(pieces_of(tensors, file_bytes), group_bytes)
+        return dict(_written(new_folder(), groups, 0, disk))
+    try:
+        folder = new_folder()
+        token = folder / f"token-{uuid.uuid4().hex}"
+        disk.write(token, b"")
+    except OSError:
+        comm.broadcast_object(None)
+        raise
+    comm.broadcast_object((folder.name, token.name, names, group_bytes))
+    own = list(grouped(local_pieces(tensors, file_bytes), group_bytes))
+    num_rounds = _num_rounds(comm, own)
+    disk.remove(token)
+    if num_rounds is not None:
+        return _written_by_each(comm, folder, own, num_rounds, disk)
+    groups = grouped(pieces_of(tensors, file_bytes), group_bytes)
+    try:
+        return dict(_written(folder, groups, 0, disk))
+    except (OSError, SafetensorError):
+        for piece in chain.from_iterable(groups):
+            piece.load()  # others are sending
+        raise
+
+
+def write_parts(comm: Communicator, folder: Path, state: Any, file_bytes: int, disk: Disk) -> None:
+    """This worker's part in what rank 0 does by `write_all`; an error is raised there.
+
+    Args:
+        comm: the workers.
+        folder: that which the checkpoint's folder will be in, by the name that it has here.
+        state: with divided tensors at the same places as rank 0's, or without any.
+        file_bytes: as there.
+        disk: what writes.
+    """
+    divided = [x for x in divided_in(state).values() if math.prod(x.shape)]
+    offer = comm.broadcast_object() if divided else None
+    if offer is None:
+        return
+    name, token, names, group_bytes = offer
+    tensors = dict(zip(names, divided, strict=True))
+    own = [g for g in grouped(local_pieces(tensors, file_bytes), group_bytes) if g]
+    can_write = _can_write(folder / name, token, comm.rank, disk)
+    num_rounds = _num_rounds(comm, own if can_write else None)
+    if num_rounds is None:
+        send_pieces(tensors, file_bytes)
+    else:
+        _written_by_each(comm, folder / name, own, num_rounds, disk)
+
+
+def _can_write(folder: Path, token: str, rank: int, disk: Disk) -> bool:
+    """Whether it is the folder in which rank 0 has made the token."""
+    try:
+        is_seen = (folder / token).exists()
+        probe = folder / f"probe-{rank}"
+        disk.write(probe, b"")
+    except OSError:
+        return False
+    disk.remove(probe)
+    return is_seen
+
+
+def _num_rounds(comm: Communicator, own: Sequence[Group] | None) -> int | None:
+    """The largest number of files that a worker writes; None if one can't. All workers call it."""
+    counts = comm.all_gather_object(None if own is None else len(own))
+    return None if None in counts or comm.size > _MAX_FILES else max(counts)
+
+
+def _written_by_each(
+    comm: Communicator, folder: Path, own: Sequence[Group], num_rounds: int, disk: Disk
+) -> dict[str, Digest]:
+    """Writes this worker's files; all of them with their checksums on rank 0. Collective.
+
+    Rank 0 hears of each file, so that it waits for a peer as long as that takes, not longer than
+    the communicator's timeout for one.
+    """
+    files: dict[str, Digest] = {}
+    error: OSError | SafetensorError | None = None
+    written = _written(folder, own, comm.rank, disk)
+    for _ in range(num_rounds):
+        report: object = None
+        try:
+            report = next(written, None)
+        except (OSError, SafetensorError) as found:  # which ends what is `written`
+            error, report = error or found, str(found)
+        for rank, told in enumerate(comm.gather_object(report) or ()):
+            if isinstance(told, str):
+                error = error or OSError(f"rank {rank}: {told}")
+            elif told is not None:
+                files.update([told])
+    if error is not None and comm.rank == 0:
+        raise error
+    return files
+
+
+def _written(
+    folder: Path, groups: Iterable[Group], rank: int, disk: Disk
+) -> Iterator[tuple[str, Digest]]:
+    """Writes a file a group; each with its checksum once it outlives a loss of power."""
+    stem = f"tensors-rank-{rank}" if rank else "tensors"
+    for number, group in enumerate(groups, start=1):
+        path = folder / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors"
+        disk.write_tensors(path, {piece.name: piece.load() for piece in group})
+        digest = digest_of(path)
+        disk.sync(path)
+        yield path.name, digest
