@@ -31,15 +31,26 @@ class DividedModules(nn.ModuleDict):
         grad = scale * sum_r grad of loss_r
 
     with the scale of every other gradient: 1/size for a mean, 1 where losses are weighed already.
+    Where there are copies of them, data go through the workers of one, and `attach` adds up the
+    gradients of all. [Note: copies of divided modules]
 
     Args:
-        comm: the workers; those that the model is attached to.
+        comm: the workers that they are divided over.
         names: of the modules of all workers, in an order that does not depend on who has them.
+        workers: those that the model is attached to, if there are copies on others than `comm`'s.
+        copies: those of them that have the same modules.
     """
 
-    def __init__(self, comm: Communicator, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        names: Sequence[str],
+        *,
+        workers: Communicator | None = None,
+        copies: Communicator | None = None,
+    ) -> None:
         super().__init__()
-        self._comm = comm
+        self._comm, self._workers, self._copies = comm, workers or comm, copies
         self.names = tuple(names)
         self._call_gradient_hooks: OrderedDict[int, CallGradientHook] = OrderedDict()
 
@@ -47,6 +58,16 @@ class DividedModules(nn.ModuleDict):
     def comm(self) -> Communicator:
         """The workers that they are divided over."""
         return self._comm
+
+    @property
+    def workers(self) -> Communicator:
+        """Those that the model is attached to."""
+        return self._workers
+
+    @property
+    def copies(self) -> Communicator | None:
+        """Those of them that have the same modules; None if only this one has."""
+        return self._copies
 
     def call(self, name: str, x: Tensor, rank: int) -> Any:
         """What a module makes of a worker's data.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from allstep.comm import (
@@ -14,9 +15,10 @@ from allstep.comm import (
     stages_of,
 )
 from allstep.comm.divided import CallGradientHook
+from allstep.comm.reproducible import ReproducibleSum, sums_over_workers
 from allstep.errors import UsageError
 from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook
-from allstep.exchange.parameters import Snapshot
+from allstep.exchange.parameters import Snapshot, sparse_gradient_message
 from allstep.exchange.policy import ExchangePolicy, Synchronous
 
 
@@ -32,6 +34,7 @@ class DividedParameters:
 
     Attributes:
         by_name: name -> parameter, frozen or not.
+        comm: the workers that have the modules of one copy; None if there are no such modules.
         has_modules: whether there are such modules, with parameters or without: the same on all
             workers.
     """
@@ -46,6 +49,7 @@ class DividedParameters:
         self._scaled = scaled
         self._rounded = rounded
         self._hooks: list[Removable] = []
+        self._touched: set[str] = set()  # parameters with a gradient that copies haven't seen
         self.refresh()
 
     def follow(self) -> None:
@@ -71,6 +75,8 @@ class DividedParameters:
         self.detach()
         divided = divided_modules(self._model)
         self.has_modules = bool(divided)
+        self.comm = next((modules.comm for modules in divided.values()), None)
+        self._copies = next((modules.copies for modules in divided.values()), None)
         self.by_name = {
             name: p
             for prefix, modules in divided.items()
@@ -80,6 +86,9 @@ class DividedParameters:
         for name, p in self.by_name.items():
             if p.requires_grad:
                 self._hooks.append(AccumulationHook(p, partial(self._scaled, name)))
+                if self._copies is not None:
+                    hook = WeakHook(self, type(self)._note, name)
+                    self._hooks.append(AccumulationHook(p, hook))
         if self._rounded is not None:
             for prefix, modules in divided.items():
                 hook = WeakHook(self, type(self)._round, f"{prefix}." if prefix else "")
@@ -90,6 +99,71 @@ class DividedParameters:
         self, prefix: str, name: str, p: nn.Parameter, rank: int, gradient: Tensor
     ) -> Tensor | None:
         return None if self._rounded is None else self._rounded(prefix + name, p, rank, gradient)
+
+    def _note(self, name: str, gradient: Tensor | None) -> None:
+        """A gradient is about to be added to `p.grad`."""
+        p, copies = self.by_name[name], self._copies
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UsageError(sparse_gradient_message(name))
+        if name not in self._touched and copies is not None:
+            self._touched.add(name)
+            if p.grad is not None:
+                _keep_part(p, copies.size)
+
+    @torch.no_grad()
+    def broadcast_copies(self) -> None:
+        """Gives all copies the first one's values. Collective."""
+        tensors = tuple(p.detach() for p in self.by_name.values())
+        if self._copies is not None and tensors:
+            self._copies.broadcast(tensors)
+
+    @torch.no_grad()
+    def sum_copies(self, off_grid: dict[str, ReproducibleSum]) -> None:
+        """Replaces `p.grad` by its sum over the copies. Collective among them.
+
+        [Note: copies of divided modules] A copy sees the data of the workers it is divided over. At
+        the end of an exchange a message tells of which parameters any copy has a new gradient, and
+        another adds these up; the others keep `p.grad`. With exact sums a third one adds up what
+        did not fit the grid, if anything did. What `p.grad` held before is divided by the number of
+        copies, so that it counts once.
+
+        Args:
+            off_grid: name -> this worker's gradients that did not fit; becomes that of all copies.
+
+        Raises:
+            UsageError: on all copies, if some have frozen a parameter and others not.
+        """
+        copies, parameters = self._copies, self.by_name
+        if copies is None or not parameters:
+            return
+        new = {n for n, p in parameters.items() if n in self._touched and p.grad is not None}
+        self._touched.clear()
+        flags = torch.tensor(
+            [[n in new, n in off_grid, p.requires_grad] for n, p in parameters.items()]
+        )
+        counts = copies.all_reduce(flags.to(copies.device, torch.int32)).tolist()
+        by_name = dict(zip(parameters, counts, strict=True))
+        for name, (_, _, num_trained) in by_name.items():
+            if num_trained not in (0, copies.size):
+                raise UsageError(
+                    f"`{name}` is frozen on some of the {copies.size} workers that have copies of"
+                    " it, and trained on others: call `requires_grad_` on all of them."
+                )
+        summed = {name: parameters[name] for name, (num_new, *_) in by_name.items() if num_new}
+        for name in summed.keys() - new:
+            _keep_part(summed[name], copies.size)
+        gradients = tuple(p.grad.detach() for p in summed.values() if p.grad is not None)
+        if gradients:
+            copies.all_reduce(gradients)
+        off = [name for name, (_, num_off, _) in by_name.items() if num_off]
+        if off:
+            apart = [off_grid.get(name) or ReproducibleSum(parameters[name]) for name in off]
+            off_grid.update(zip(off, sums_over_workers(copies, apart), strict=True))
+
+
+def _keep_part(p: nn.Parameter, num_copies: int) -> None:
+    """What `p.grad` holds is the sum already: leaves this copy's part of it."""
+    p.grad = torch.zeros_like(p) if p.grad is None else p.grad.detach() / num_copies
 
 
 def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
@@ -102,12 +176,20 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
         UsageError: names the module or parameter and the cure.
     """
     _check_axes(model, comm)
+    groups: dict[Communicator, str] = {}
     for name, modules in divided_modules(model).items():
-        if modules.comm is not comm:
+        groups.setdefault(modules.comm, name)
+        if len(groups) > 1:
+            one, other = groups.items()
             raise UsageError(
-                f"`model.{name}` is divided over the {modules.comm.size} workers of another"
+                f"`model.{one[1]}` is divided over {one[0].size} workers, and `model.{other[1]}`"
+                f" over {other[0].size}: give both as many `copies`."
+            )
+        if modules.workers is not comm:
+            raise UsageError(
+                f"`model.{name}` is divided over the {modules.workers.size} workers of another"
                 f" communicator than `comm` (of {comm.size}): make the model with the one that it"
-                " is attached to."
+                " is attached to, and for copies along another axis give the layer `copies`."
             )
         if not isinstance(policy, Synchronous):
             raise UsageError(

@@ -102,6 +102,7 @@ class Exchange(ABC):
         try:
             if self._is_active:
                 self._activate()
+            self._divided.broadcast_copies()
             self._hook_lazy_modules()
             if isinstance(policy, LocalSGD) and self._averaged_by is not None:
                 algorithm = self._averaging_algorithm()

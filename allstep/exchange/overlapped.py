@@ -157,8 +157,8 @@ class OverlappedExchange(Exchange):
             return  # a lone worker had none, or needs none
         names = {name for bucket in state["buckets"] for name in bucket}
         others = names ^ self._parameters.trained.keys()
-        if others and self._exact is not None and self._divided.may_have(others):
-            return  # divided over other workers; the grid is all that the sums depend on
+        if others and not state["residuals"] and self._divided.may_have(others):
+            return  # divided over other workers; sums depend on nothing else
         if others:
             raise CheckpointError(
                 "The checkpoint's exchange is of other parameters than the model's; resume with"
@@ -350,6 +350,12 @@ class OverlappedExchange(Exchange):
         self._rounded_calls.discard(name)
         return super()._scale_divided(name, gradient)
 
+    def _sum_copies(self, buckets: BucketSet) -> None:
+        """Of modules that other workers have copies of. Collective if there are any."""
+        if self._exact is not None and self.is_divided:
+            self._exact.settle(buckets.off_grid)
+        self._divided.sum_copies(buckets.off_grid)
+
     def _finish_sums(
         self, buckets: BucketSet, summed: Mapping[str, nn.Parameter], divisor: Tensor | None
     ) -> None:
@@ -379,6 +385,7 @@ class OverlappedExchange(Exchange):
         buckets = self._buckets
         if not buckets.flats:
             if self.is_divided:
+                self._sum_copies(buckets)
                 self._finish_sums(buckets, {}, self.batch.agree_on_divisor())
             return {}
         while len(buckets.works) < len(buckets.flats):
@@ -407,6 +414,7 @@ class OverlappedExchange(Exchange):
         if self.policy.staleness:  # [Note: stale timeline]
             names = [n for n in names if n in parameters and parameters[n].requires_grad]
         summed = {name: parameters[name] for name in names}
+        self._sum_copies(buckets)
         if self._failure is None:
             views = buckets.views
             for name, p in summed.items():

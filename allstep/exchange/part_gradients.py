@@ -60,9 +60,9 @@ class PartGradients:
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
         exchanged = {**self._parameters.trained, **self._parameters.fully_sharded}
         total = self._square_of_whole(exchanged)
-        if self._divided.has_modules:
+        if self._divided.comm is not None:
             own = self._square_of_whole(self._divided.by_name)
-            total = total + self._comm.all_reduce(own)
+            total = total + self._divided.comm.all_reduce(own)
         for comm in self._along_stages:
             total = comm.all_reduce(total)
         if self._is_exact:

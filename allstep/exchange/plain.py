@@ -44,6 +44,7 @@ class PlainExchange(Exchange):
             self.comm.all_reduce(gradients)
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
+        self._divided.sum_copies({})
         self._exchange_s += perf_counter() - start_s
         self._divide_sums((trained[name] for name in names), self.batch.agree_on_divisor())
         return {name: trained[name] for name in names}

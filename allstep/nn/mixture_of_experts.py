@@ -31,18 +31,20 @@ class MixtureOfExperts(nn.Module):
         y = sum_{i in T(x)} g_i(x) E_i(x),    g_i = p_i                          for top_k = 1
                                               g_i = p_i / sum_{j in T(x)} p_j    above
 
-    Each worker has num_experts / size consecutive experts; the router is on all of them. Tokens
-    go to the workers that have their experts and come back, their gradients too: two `all_to_all`
-    in the forward pass, two in backward.
+    Each worker has copies * num_experts / size consecutive experts; the router is on all of them.
+    Tokens go to the workers that have their experts and come back, their gradients too: two
+    `all_to_all` in the forward pass, two in backward, among the size / copies workers with
+    consecutive ranks that have a copy of all experts.
 
     [Note: experts and micro-batches] The model is the same on any number of workers. An expert is
     called once for each call of the layer on any worker, on that call's tokens only: what it
     computes and draws (dropout) belongs to the micro-batch and the expert. The capacity and the
     balance loss are those of the call's own tokens. An expert's gradient is that of the sum of all
-    workers' losses, and `attach` leaves it to the worker that has the expert
+    workers' losses, and `attach` leaves it to the workers that have the expert
     [Note: divided parameters].
 
-    All workers make the layer, and call it as often as each other and in the same order. In
+    All workers make the layer; those of a copy call it as often as each other and in the same
+    order. In
     `steps` and the `Evaluator` micro-batches need not divide evenly: a worker that has fewer runs
     its experts for the others' [Note: rounds without samples], and then layers must be called once
     each, in the order in which the model holds them.
@@ -55,12 +57,14 @@ class MixtureOfExperts(nn.Module):
             this worker's experts only, each under a random state of its number.
         comm: the workers, which `attach` gets as well.
         in_features: of a token.
-        num_experts: on all workers together, a multiple of their number.
+        num_experts: in a copy of all, a multiple of the number of its workers.
         top_k: experts of a token.
         capacity_factor: with it an expert takes at most ceil(capacity_factor * top_k * tokens /
             num_experts) tokens of a call, first choices before second ones, then in the tokens'
             order; the others are dropped, which leaves g_i E_i(x) out of the sum. None for no
             limit.
+        copies: of each expert, on as many workers: a divisor of their number. More than one are for
+            more workers than experts, or to keep tokens within a host.
         seed: of the initial values; drawn from torch's generator on rank 0 if None.
         seeded: sets the random state of an expert: (seed, device) -> context.
 
@@ -96,6 +100,7 @@ class MixtureOfExperts(nn.Module):
         *,
         top_k: int = 1,
         capacity_factor: float | None = None,
+        copies: int = 1,
         seed: int | None = None,
         seeded: Callable[[int, torch.device], AbstractContextManager[None]] = seeded,
     ) -> None:
@@ -105,22 +110,26 @@ class MixtureOfExperts(nn.Module):
             ("num_experts", str(num_experts)),
             ("top_k", str(top_k)),
             ("capacity_factor", str(capacity_factor)),
+            ("copies", str(copies)),
         ]
-        fault = _fault(expert, in_features, num_experts, top_k, capacity_factor, comm.size)
+        fault = _fault(expert, in_features, num_experts, top_k, capacity_factor, copies, comm.size)
         agree(comm, "make a MixtureOfExperts", details, fault=fault)
         self.in_features, self.num_experts, self.top_k = in_features, num_experts, top_k
         self.capacity_factor = capacity_factor
         self.num_dropped = 0
         self._is_serving = False
-        self._rounds = _Rounds.of(comm)
+        group = _Group.of(comm, copies)
+        self._rounds = group.rounds
         self._number = self._rounds.new_number()
         self._seeded = seeded
         seed = agreed_seed(comm, seed)
-        num_local = num_experts // comm.size
-        self._numbers = range(comm.rank * num_local, (comm.rank + 1) * num_local)
+        own = group.comm or comm
+        num_local = num_experts // own.size
+        self._numbers = range(own.rank * num_local, (own.rank + 1) * num_local)
         with seeded(seed_at(seed, "router"), comm.device):
             self.router = nn.Linear(in_features, num_experts, bias=False)
-        self.experts = DividedModules(comm, [str(number) for number in range(num_experts)])
+        names = [str(number) for number in range(num_experts)]
+        self.experts = DividedModules(own, names, workers=comm, copies=group.copies)
         for number in self._numbers:
             with seeded(seed_at(seed, number), comm.device):
                 self.experts[str(number)] = expert()
@@ -313,18 +322,8 @@ class _Rounds:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        channel = comm.split(0, key=comm.rank)
-        assert channel is not None
-        self.channel = channel
+        self.channel = _split(comm, 0)
         self._num_layers = 0
-
-    @classmethod
-    def of(cls, comm: Communicator) -> "_Rounds":
-        """Those that all layers over these workers share. Collective."""
-        found = _rounds_of.get(comm)
-        if found is None:
-            found = _rounds_of[comm] = cls(comm)
-        return found
 
     def new_number(self) -> int:
         """Of one more layer."""
@@ -354,7 +353,42 @@ class _Rounds:
         return [told for _, told in found]
 
 
-_rounds_of: WeakKeyDictionary[Communicator, _Rounds] = WeakKeyDictionary()
+class _Group:
+    """The workers that have a copy of all experts, this one among them.
+
+    Args:
+        comm: all workers; all of them must call this.
+        num: of copies.
+
+    Attributes:
+        comm: those with this worker's copy; None if there is only one.
+        copies: those with this worker's experts; None if it alone has them.
+        rounds: where the layers of `comm` meet.
+    """
+
+    def __init__(self, comm: Communicator, num: int) -> None:
+        size = comm.size // num
+        self.comm = None if num == 1 else _split(comm, comm.rank // size)
+        self.copies = None if num == 1 else _split(comm, comm.rank % size)
+        self.rounds = _Rounds(self.comm or comm)
+
+    @classmethod
+    def of(cls, comm: Communicator, num: int) -> "_Group":
+        """That which all layers over these workers share. Collective."""
+        groups = _groups_of.setdefault(comm, {})
+        if num not in groups:
+            groups[num] = cls(comm, num)
+        return groups[num]
+
+
+_groups_of: WeakKeyDictionary[Communicator, dict[int, _Group]] = WeakKeyDictionary()
+
+
+def _split(comm: Communicator, color: int) -> Communicator:
+    """The workers of one color. Collective."""
+    found = comm.split(color, key=comm.rank)
+    assert found is not None
+    return found
 
 
 def _layers(model: nn.Module) -> list[MixtureOfExperts]:
@@ -448,6 +482,7 @@ def _fault(
     num_experts: int,
     top_k: int,
     capacity_factor: float | None,
+    copies: int,
     size: int,
 ) -> str | None:
     """What is wrong with the arguments, in words."""
@@ -460,13 +495,19 @@ def _fault(
         ("in_features", in_features),
         ("num_experts", num_experts),
         ("top_k", top_k),
+        ("copies", copies),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return f"`{name}` (={value!r}) must be an int of at least 1."
-    if num_experts % size:
+    if size % copies:
+        return f"`copies` (={copies}) must divide the number of workers, {size}."
+    if num_experts % (size // copies):
+        of_a_copy = f"{size // copies} workers" + (" of a copy" if copies > 1 else "")
+        nearest = nearest_multiples(num_experts, size // copies)
+        least = size // math.gcd(num_experts, size)
         return (
-            f"`num_experts` (={num_experts}) must be a multiple of the {size} workers; nearest:"
-            f" {nearest_multiples(num_experts, size)}."
+            f"`num_experts` (={num_experts}) must be a multiple of the {of_a_copy}; nearest:"
+            f" {nearest}. Or take `copies={least}`, of each expert."
         )
     if top_k > num_experts:
         return f"`top_k` (={top_k}) must be at most `num_experts` (={num_experts})."

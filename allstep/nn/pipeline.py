@@ -444,10 +444,10 @@ def _fault_of(stages: StageModules) -> str | None:
             )
     others = {n: axis for n, axis in _axes_of(stages.mesh).items() if n != stages.axis}
     for name, modules in divided_modules(stages).items():
-        if not any(modules.comm is other for other in others.values()):
+        if not any(modules.workers is other for other in others.values()):
             return (
-                f"`stages.{name}` has experts on {modules.comm.size} workers that are no other axis"
-                f" of {stages.mesh}: make them with mesh[{next(iter(others), 'data')!r}]."
+                f"`stages.{name}` has experts on {modules.workers.size} workers that are no other"
+                f" axis of {stages.mesh}: make them with mesh[{next(iter(others), 'data')!r}]."
             )
     return None
 
@@ -462,7 +462,7 @@ def _expert_workers_of(stages: StageModules) -> Communicator | None:
     Raises:
         UsageError: if experts lie along several axes.
     """
-    found = {modules.comm for modules in divided_modules(stages).values()}
+    found = {modules.workers for modules in divided_modules(stages).values()}
     own = [name for name, axis in _axes_of(stages.mesh).items() if axis in found]
     names = list(dict.fromkeys(chain.from_iterable(stages.comm.all_gather_object(own))))
     if len(names) > 1:

@@ -24,15 +24,17 @@ class Experts:
 
     Args:
         comm: the workers that they are divided over.
-        num: of a block, on all workers together.
+        num: of a block, in a copy of all.
         top_k: experts of a token.
         capacity_factor: says how many tokens of a micro-batch an expert takes; None for all.
+        copies: of each, on as many workers.
     """
 
     comm: Communicator
     num: int
     top_k: int
     capacity_factor: float | None
+    copies: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,6 +395,7 @@ def _make_mlp(config: TransformerConfig, experts: Experts | None) -> nn.Module:
         experts.num,
         top_k=experts.top_k,
         capacity_factor=experts.capacity_factor,
+        copies=experts.copies,
         seed=int(torch.randint(2**62, ()).item()),
     )
 

@@ -24,18 +24,18 @@ def compare(monkeypatch, thread_generators):  # noqa: F811
 
     monkeypatch.setattr(allstep.exchange, "attach", attached)
 
-    def record(size: int, has_factor: bool, num_steps: int, without=()) -> RunRecord:
+    def record(size: int, has_factor: bool, num_steps: int, without=(), copies=1) -> RunRecord:
         made = [Recorder(rank, num_steps, leave, without) for rank in range(size)]
         recorders.update(enumerate(made))
 
         def train(comm):
-            EXPERTS.train(comm, has_factor, seeded=seeded_thread)
+            EXPERTS.train(comm, has_factor, seeded=seeded_thread, copies=min(copies, size))
 
         return record_ranks(made, train)
 
-    def run(size: int, has_factor: bool) -> tuple[RunRecord, Diagnosis]:
+    def run(size: int, has_factor: bool, copies: int = 1) -> tuple[RunRecord, Diagnosis]:
         def both(without, num_steps):
-            return tuple(record(n, has_factor, num_steps, without) for n in (1, size))
+            return tuple(record(n, has_factor, num_steps, without, copies) for n in (1, size))
 
         one, other = both((), 3)
         return other, diagnose(one, other, both)
@@ -43,9 +43,9 @@ def compare(monkeypatch, thread_generators):  # noqa: F811
     return run
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_verify_compares_experts_of_all_workers(compare, size):
-    record, found = compare(size, False)
+@pytest.mark.parametrize(("size", "copies"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_verify_compares_experts_of_all_workers(compare, size, copies):
+    record, found = compare(size, False, copies)
     assert found == Diagnosis(size, None, [], is_explained=True)
     for step in record.first.steps:
         numbers = {int(name.split(".")[2]) for name in step.gradients if "experts" in name}

@@ -54,8 +54,12 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def merged(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What each worker has, in the order of one worker's."""
-    return {name: value for own in found for name, value in own.items()}
+    """What each worker has, in the order of one worker's; what several have is the same."""
+    everything: dict[str, Tensor] = {}
+    for own in found:
+        for name, value in own.items():
+            assert torch.equal(everything.setdefault(name, value), value), name
+    return everything
 
 
 # -- the layer, against a loop over its experts --------------------------------------------------
@@ -300,7 +304,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 class Net(nn.Module):
     """Two layers with dropout in their experts, and a dense one between."""
 
-    def __init__(self, comm: Communicator, num_experts: int = E) -> None:
+    def __init__(self, comm: Communicator, num_experts: int = E, copies: int = 1) -> None:
         super().__init__()
 
         def noisy() -> nn.Module:
@@ -308,7 +312,8 @@ class Net(nn.Module):
 
         layers = [{"top_k": 2, "capacity_factor": 1.5, "seed": 1}, {"top_k": 1, "seed": 2}]
         self.moe = nn.ModuleList(
-            make_layer(comm, expert=noisy, num_experts=num_experts, **options) for options in layers
+            make_layer(comm, expert=noisy, num_experts=num_experts, copies=copies, **options)
+            for options in layers
         )
         self.dense = nn.Linear(D, D).double()
         with torch.no_grad():
@@ -346,10 +351,11 @@ def train(
     clip: Callable[[Any], None] = lambda exchange: None,
     num_epochs: int = 2,
     num_experts: int = E,
+    copies: int = 1,
     kind: Callable[..., torch.optim.Optimizer] = MOMENTUM,
 ) -> dict[str, Tensor]:
     """Three steps an epoch; parameters, and how often an expert had no room."""
-    model = Net(comm, num_experts)
+    model = Net(comm, num_experts, copies)
     exchange = allstep.attach(model, comm, policy)
     spoil(model, comm)
     optimizer = kind(model.parameters())
@@ -956,10 +962,10 @@ class StopError(Exception):
 
 
 def train_on(
-    comm: Communicator, run_dir: Path, stops_after: int | None = None
+    comm: Communicator, run_dir: Path, stops_after: int | None = None, copies: int = 1
 ) -> dict[str, Tensor]:
     """A loop with checkpoints, for two epochs or until it is interrupted."""
-    model = Net(comm)
+    model = Net(comm, copies=copies)
     exchange = allstep.attach(model, comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"optimizer": optimizer}
