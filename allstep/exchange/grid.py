@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _LOOK_EVERY = 16  # exchanges
 _LOOK_EVERY_EARLY = 4  # of the first _NUM_EARLY
 _NUM_EARLY = 64
 LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
+_EVEN = 16.0  # of the least limit, up to which the rows of a gradient may stay below that
 _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
 
@@ -46,6 +48,31 @@ class Unit:
         """Whether a gradient fits whose parts have these shares of the limits; NaN does not."""
         fits = all(share <= 1 for share in shares)
         return fits and (max(shares) == 0 or max(shares) >= self.smallest)
+
+    def share_of(self, rows: Tensor, index: slice = slice(None)) -> float:
+        """How much of their limits the largest elements of some rows take; NaN where there is one.
+
+        On the CPU one kernel looks at all rows together: where these stay below the least limit,
+        the share of the largest one is enough to know, which is less.
+
+        Args:
+            rows: [n, width].
+            index: which rows they are.
+        """
+        least, most = self._limits
+        if most > _EVEN * least:
+            return float(_share(rows, self.limit[index]))
+        low, high = torch.aminmax(rows)
+        largest = max(high.item(), -low.item())
+        share = largest / most
+        if least == most or largest == 0 or (largest <= least and share >= self.smallest):
+            return share
+        return float(_share(rows, self.limit[index]))
+
+    @cached_property
+    def _limits(self) -> tuple[float, float]:
+        """The least and the largest of the rows' limits."""
+        return self.limit.amin().item(), self.limit.amax().item()
 
 
 class Grid:
@@ -194,7 +221,7 @@ class Grid:
         """Rounds [rows, n] and looks whether it fits, in parts that stay in the cache."""
         if adds:
             pieces = _pieces(rows)
-            if not unit.is_good([_largest_share(x, unit.limit[index]) for index, x in pieces]):
+            if not unit.is_good([unit.share_of(x, index) for index, x in pieces]):
                 return False
         shares = []
         for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
@@ -202,7 +229,7 @@ class Grid:
             if adds:
                 target.add_(torch.add(piece, shift, out=self._scratch_for(piece)).sub_(shift))
                 continue
-            shares.append(_largest_share(piece, unit.limit[index]))
+            shares.append(unit.share_of(piece, index))
             if not shares[-1] <= 1:
                 return False
             torch.add(piece, shift, out=target).sub_(shift)
@@ -319,7 +346,7 @@ _DIGITS = {torch.float32: 24, torch.float64: 53}
 def _round_small(gradient: Tensor, unit: Unit) -> Tensor | None:
     """As `Grid.round`, for a gradient whose cost is that of the calls."""
     rows = gradient.view(len(unit.limit), -1)
-    if not unit.is_good([_largest_share(rows, unit.limit)]):
+    if not unit.is_good([unit.share_of(rows)]):
         return None
     return torch.add(rows, unit.shift).sub_(unit.shift).view(gradient.shape)
 
@@ -402,14 +429,6 @@ def _pieces(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         num = max(1, _CHUNK // width)
         for start in range(0, height, num):
             yield slice(start, start + num), rows[start : start + num]
-
-
-def _largest_share(rows: Tensor, limit: Tensor) -> float:
-    """Of the limits of some rows: how much the largest elements take; NaN where there is one."""
-    if len(rows) > 1:
-        return float(_share(rows, limit))
-    low, high = torch.aminmax(rows)  # one kernel, and the rest without torch
-    return max(high.item(), -low.item()) / limit.item()
 
 
 def _share(rows: Tensor, limit: Tensor) -> Tensor:

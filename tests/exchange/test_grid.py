@@ -13,7 +13,7 @@ import allstep
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, Stale, Synchronous, attach
-from allstep.exchange.grid import Grid
+from allstep.exchange.grid import Grid, Unit
 from tests.helpers.ranks import run_ranks
 
 EXACT = Synchronous(compression="exact")
@@ -551,3 +551,22 @@ def test_steps_off_the_grid_are_few_with_rows_that_are_quiet_for_long() -> None:
             errors = [float((x - y).abs().max()) for x, y in zip(rounded, terms, strict=True)]
             assert max(errors) < 2.0**-18
     assert num_off <= 6  # all 590 if rows were taken for as quiet as they have been
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0, 15.0, 100.0])  # of the rows' limits
+def test_one_look_at_all_rows_decides_as_one_at_each(spread: float) -> None:
+    generator = torch.Generator().manual_seed(int(spread))
+    limit = 1 + (spread - 1) * torch.rand(8, generator=generator)
+    unit = Unit(torch.ones(8, 1), limit, smallest=2.0**-20)
+    decisions = []
+    for exponent in torch.linspace(-24, 6, 200).tolist():
+        rows = 2**exponent * torch.randn(8, 30, generator=generator)
+        rows *= torch.rand(8, 1, generator=generator) < 0.7
+        shares = rows.double().abs().amax(1) / limit.double()
+        fits = bool((shares <= 1).all()) and bool((shares >= 2.0**-20).any() or (rows == 0).all())
+        assert unit.is_good([unit.share_of(rows)]) == fits
+        decisions.append(fits)
+        rows[3, 4] = torch.nan
+        assert not unit.is_good([unit.share_of(rows)])
+    assert 20 < sum(decisions) < 180
+    assert unit.share_of(torch.zeros(8, 30)) == 0
