@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +16,9 @@ from allstep.comm import Communicator, DividedModules, fsdp_modules
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import all_to_all
 from allstep.comm.ddp import is_in_ddp
-from allstep.errors import DisagreementError, UsageError, nearest_multiples
+from allstep.errors import UsageError, nearest_multiples
 from allstep.nn.chain import seeded
+from allstep.nn.expert_workers import ExpertWorkers
 from allstep.nn.replicated import agreed_seed, seed_at
 
 
@@ -118,18 +117,18 @@ class MixtureOfExperts(nn.Module):
         self.capacity_factor = capacity_factor
         self.num_dropped = 0
         self._is_serving = False
-        group = _Group.of(comm, copies)
-        self._rounds = group.rounds
+        workers = ExpertWorkers.of(comm, copies)
+        self._rounds = workers.rounds
         self._number = self._rounds.new_number()
         self._seeded = seeded
         seed = agreed_seed(comm, seed)
-        own = group.comm or comm
+        own = workers.comm or comm
         num_local = num_experts // own.size
         self._numbers = range(own.rank * num_local, (own.rank + 1) * num_local)
         with seeded(seed_at(seed, "router"), comm.device):
             self.router = nn.Linear(in_features, num_experts, bias=False)
         names = [str(number) for number in range(num_experts)]
-        self.experts = DividedModules(own, names, workers=comm, copies=group.copies)
+        self.experts = DividedModules(own, names, workers=comm, copies=workers.copies)
         for number in self._numbers:
             with seeded(seed_at(seed, number), comm.device):
                 self.experts[str(number)] = expert()
@@ -309,86 +308,6 @@ class _Call:
             stack.enter_context(seeded(seed_at(self.seed, expert), device))
             stack.enter_context(torch.autocast(device.type, dtype, enabled=dtype is not None))
             yield
-
-
-class _Rounds:
-    """Where the layers of some workers meet.
-
-    They have a group of their own, for in a backward pass the exchange uses the given one, and a
-    worker without samples may come to it earlier than the others.
-
-    Args:
-        comm: the workers; all of them must call this.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.channel = _split(comm, 0)
-        self._num_layers = 0
-
-    def new_number(self) -> int:
-        """Of one more layer."""
-        self._num_layers += 1
-        return self._num_layers - 1
-
-    def gather(self, place: str, told: object) -> list[Any]:
-        """What the workers tell each other where they meet, by rank. Collective.
-
-        Args:
-            place: which call this is, in words.
-            told: plain data.
-
-        Raises:
-            DisagreementError: on every worker, if they come for different calls.
-        """
-        found = self.channel.all_gather_object((place, told))
-        if any(other != place for other, _ in found):
-            places = "; ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(found))
-            raise DisagreementError(
-                f"Workers came to different calls ({places}; layers are numbered as they were"
-                " made). Call the same layers on all workers, all in train mode with gradients or"
-                " all in eval mode without. Where workers have different numbers of micro-batches,"
-                " call each layer once for each, in the order in which the model holds them, and"
-                " set the model's mode before."
-            )
-        return [told for _, told in found]
-
-
-class _Group:
-    """The workers that have a copy of all experts, this one among them.
-
-    Args:
-        comm: all workers; all of them must call this.
-        num: of copies.
-
-    Attributes:
-        comm: those with this worker's copy; None if there is only one.
-        copies: those with this worker's experts; None if it alone has them.
-        rounds: where the layers of `comm` meet.
-    """
-
-    def __init__(self, comm: Communicator, num: int) -> None:
-        size = comm.size // num
-        self.comm = None if num == 1 else _split(comm, comm.rank // size)
-        self.copies = None if num == 1 else _split(comm, comm.rank % size)
-        self.rounds = _Rounds(self.comm or comm)
-
-    @classmethod
-    def of(cls, comm: Communicator, num: int) -> "_Group":
-        """That which all layers over these workers share. Collective."""
-        groups = _groups_of.setdefault(comm, {})
-        if num not in groups:
-            groups[num] = cls(comm, num)
-        return groups[num]
-
-
-_groups_of: WeakKeyDictionary[Communicator, dict[int, _Group]] = WeakKeyDictionary()
-
-
-def _split(comm: Communicator, color: int) -> Communicator:
-    """The workers of one color. Collective."""
-    found = comm.split(color, key=comm.rank)
-    assert found is not None
-    return found
 
 
 def _layers(model: nn.Module) -> list[MixtureOfExperts]:

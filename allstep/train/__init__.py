@@ -6,7 +6,7 @@
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.batch import Batch
 from allstep.train.best import BestMetric
-from allstep.train.checkpoint import Checkpoints, check_same
+from allstep.train.checkpoint import Checkpoints
 from allstep.train.devices import map_tensors as map_tensors
 from allstep.train.elastic import check_elastic as check_elastic
 from allstep.train.elastic_loop import Elastic
@@ -16,6 +16,7 @@ from allstep.train.failures import PEER_LOST as PEER_LOST
 from allstep.train.failures import REPORTED as REPORTED
 from allstep.train.failures import run_worker as run_worker
 from allstep.train.fit import fit
+from allstep.train.fitting import check_same
 from allstep.train.layer_sharpness import LayerSharpness
 from allstep.train.layer_sharpness import density as density
 from allstep.train.layer_sharpness import rank_correlation as rank_correlation

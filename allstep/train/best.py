@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from allstep.errors import UsageError, check_integer, nearest_names
-from allstep.train.checkpoint import check_same
+from allstep.train.fitting import check_same
 
 
 class BestMetric:

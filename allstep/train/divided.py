@@ -20,9 +20,9 @@ from allstep.comm import (
 )
 from allstep.errors import UsageError
 from allstep.torch_classes import bounds_of, is_dtensor, local_part
-from allstep.train.checkpoint import check_groups, check_model_state
 from allstep.train.devices import map_tensors
 from allstep.train.dtensors import cut_dtensors, cut_dtensors_of_optimizer
+from allstep.train.fitting import check_groups, check_model_state
 from allstep.train.shards import (
     Part,
     cut,

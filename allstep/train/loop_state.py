@@ -11,12 +11,7 @@ from allstep.comm import Communicator, divided_modules, fsdp_modules, parts_alon
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
-from allstep.train.checkpoint import (
-    Stateful,
-    check_same,
-    load_model_state,
-    load_optimizer_state,
-)
+from allstep.train.checkpoint import Stateful
 from allstep.train.divided import (
     local_model,
     local_optimizer,
@@ -25,6 +20,7 @@ from allstep.train.divided import (
     whole_tensors,
 )
 from allstep.train.exchange_parts import gather_exchange, own_exchange
+from allstep.train.fitting import check_same, load_model_state, load_optimizer_state
 
 
 class LoopState:

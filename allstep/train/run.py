@@ -14,11 +14,11 @@ from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.nn import Pipeline
 from allstep.train.batch import seed_update
-from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
 from allstep.train.divided import local_model, local_optimizer, whole_optimizer, whole_tensors
 from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
 from allstep.train.exchange_parts import gather_exchange, own_exchange
+from allstep.train.fitting import check_same, load_model_state, load_optimizer_state
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.own_loop import steps

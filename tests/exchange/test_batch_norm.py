@@ -15,7 +15,7 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange, attach
 from allstep.exchange.exchange import exchanges_of
-from allstep.train.checkpoint import load_model_state
+from allstep.train.fitting import load_model_state
 from tests.exchange.nets import assert_same, blocks, clone, differs, states
 from tests.helpers.ranks import run_ranks
 

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
-from allstep.train.checkpoint import Checkpoints, load_model_state, load_optimizer_state
+from allstep.train.checkpoint import Checkpoints
 from allstep.train.disk import Disk
+from allstep.train.fitting import load_model_state, load_optimizer_state
 from allstep.train.packing import pack
 from allstep.train.storage import read_checkpoint, verify, write_checkpoint, write_manifest
 from tests.helpers.compare import assert_identical

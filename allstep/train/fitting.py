@@ -1,0 +1,118 @@
+"""Whether what a checkpoint holds fits a model, an optimizer and a run; loaded if it does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allstep.errors import CheckpointError
+from allstep.nn import DividedTensor
+from allstep.train.dtensors import lay_out, lay_out_optimizer
+
+_NUM_LISTED = 5
+
+
+def check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares the options that a resumed run must share with its checkpoint.
+
+    Args:
+        saved: options of the checkpoint, by name.
+        wanted: those of this run that must be the same.
+
+    Raises:
+        CheckpointError: naming the first that differs.
+    """
+    for name, value in wanted.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"`{name}` (={value}) differs from the checkpoint's (={saved.get(name)}):"
+                " the run would not be the same. Resume with the checkpoint's value."
+            )
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads parameters and buffers; nothing is changed if any of them doesn't fit.
+
+    Args:
+        model: the module to fill in place.
+        state: what its `state_dict()` once gave.
+
+    Raises:
+        CheckpointError: naming the tensors that are missing, unexpected or of another shape or
+            dtype.
+    """
+    expected = model.state_dict(keep_vars=True)  # to look at
+    state = lay_out(expected, state)
+    check_model_state(expected, state)
+    model.load_state_dict(state)
+
+
+def check_model_state(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Compares a stored state dict with the model's own, in names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: as `load_model_state`.
+    """
+    misfits = {
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
+        "of another shape": [
+            f"{name} {_shape(state[name])} instead of {_shape(expected[name])}"
+            for name in expected
+            if name in state and _shape(state[name]) != _shape(expected[name])
+        ],
+        "of another dtype": [
+            f"{name} {_dtype(state[name])} instead of {_dtype(expected[name])}"
+            for name in expected
+            if name in state and _dtype(state[name]) != _dtype(expected[name])
+        ],
+    }
+    found = [f"{kind}: {_listed(names)}" for kind, names in misfits.items() if names]
+    if found:
+        raise CheckpointError(
+            f"The checkpoint is for another model: {'; '.join(found)}. "
+            "Build the model as it was when the checkpoint was written."
+        )
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads an optimizer's state; nothing is changed if its groups differ.
+
+    Args:
+        optimizer: over the same parameters in the same groups.
+        state: what its `state_dict()` once gave.
+
+    Raises:
+        CheckpointError: if the number of groups, or of parameters in one, differs.
+    """
+    check_groups([len(group["params"]) for group in optimizer.param_groups], state)
+    optimizer.load_state_dict(lay_out_optimizer(optimizer, state))
+
+
+def check_groups(expected: list[int], state: Mapping[str, Any]) -> None:
+    """Compares the groups of a stored optimizer with numbers of parameters.
+
+    Raises:
+        CheckpointError: as `load_optimizer_state`.
+    """
+    found = [len(group["params"]) for group in state["param_groups"]]
+    if found != expected:
+        raise CheckpointError(
+            f"The checkpoint is for another optimizer: its groups have {_listed(found)} parameters "
+            f"instead of {_listed(expected)}. Build the groups as when it was written."
+        )
+
+
+def _shape(value: Any) -> object:
+    return list(value.shape) if isinstance(value, Tensor | DividedTensor) else None
+
+
+def _dtype(value: Any) -> object:
+    return value.dtype if isinstance(value, Tensor | DividedTensor) else None
+
+
+def _listed(names: list[Any]) -> str:
+    text = ", ".join(map(str, names[:_NUM_LISTED]))
+    more = len(names) - _NUM_LISTED
+    return f"{text} and {more} more" if more > 0 else text
