@@ -34,7 +34,7 @@ class DividedParameters:
 
     Attributes:
         by_name: name -> parameter, frozen or not.
-        comm: the workers that have the modules of one copy; None if there are no such modules.
+        copies: the workers that have the same modules; None if no others have.
         has_modules: whether there are such modules, with parameters or without: the same on all
             workers.
     """
@@ -75,8 +75,7 @@ class DividedParameters:
         self.detach()
         divided = divided_modules(self._model)
         self.has_modules = bool(divided)
-        self.comm = next((modules.comm for modules in divided.values()), None)
-        self._copies = next((modules.copies for modules in divided.values()), None)
+        self.copies = next((modules.copies for modules in divided.values()), None)
         self.by_name = {
             name: p
             for prefix, modules in divided.items()
@@ -86,7 +85,7 @@ class DividedParameters:
         for name, p in self.by_name.items():
             if p.requires_grad:
                 self._hooks.append(AccumulationHook(p, partial(self._scaled, name)))
-                if self._copies is not None:
+                if self.copies is not None:
                     hook = WeakHook(self, type(self)._note, name)
                     self._hooks.append(AccumulationHook(p, hook))
         if self._rounded is not None:
@@ -102,7 +101,7 @@ class DividedParameters:
 
     def _note(self, name: str, gradient: Tensor | None) -> None:
         """A gradient is about to be added to `p.grad`."""
-        p, copies = self.by_name[name], self._copies
+        p, copies = self.by_name[name], self.copies
         if gradient is not None and gradient.layout != torch.strided:
             raise UsageError(sparse_gradient_message(name))
         if name not in self._touched and copies is not None:
@@ -111,11 +110,14 @@ class DividedParameters:
                 _keep_part(p, copies.size)
 
     @torch.no_grad()
-    def broadcast_copies(self) -> None:
+    def broadcast(self, *, buffers_only: bool = False) -> None:
         """Gives all copies the first one's values. Collective."""
-        tensors = tuple(p.detach() for p in self.by_name.values())
-        if self._copies is not None and tensors:
-            self._copies.broadcast(tensors)
+        modules = divided_modules(self._model).values()
+        tensors = [buffer for module in modules for buffer in module.buffers()]
+        if not buffers_only:
+            tensors += self.by_name.values()
+        if self.copies is not None and tensors:
+            self.copies.broadcast(tuple(x.detach() for x in tensors))
 
     @torch.no_grad()
     def sum_copies(self, off_grid: dict[str, ReproducibleSum]) -> None:
@@ -133,7 +135,7 @@ class DividedParameters:
         Raises:
             UsageError: on all copies, if some have frozen a parameter and others not.
         """
-        copies, parameters = self._copies, self.by_name
+        copies, parameters = self.copies, self.by_name
         if copies is None or not parameters:
             return
         new = {n for n, p in parameters.items() if n in self._touched and p.grad is not None}

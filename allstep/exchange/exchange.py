@@ -102,7 +102,7 @@ class Exchange(ABC):
         try:
             if self._is_active:
                 self._activate()
-            self._divided.broadcast_copies()
+            self._divided.broadcast()
             self._hook_lazy_modules()
             if isinstance(policy, LocalSGD) and self._averaged_by is not None:
                 algorithm = self._averaging_algorithm()
@@ -427,6 +427,7 @@ class Exchange(ABC):
         if self._is_active:
             self._agree("sum running statistics")
         self.statistics.sync()
+        self._divided.broadcast(buffers_only=True)
 
     def agree(self, action: str) -> None:
         """Makes sure that all workers came to do the same, before what sends no bucket. Collective.
@@ -563,6 +564,8 @@ class Exchange(ABC):
         if not self._num_suspended:
             self.comm.activity.enter("backward")
             self._backward_pass.enter()
+            if self._divided.copies is not None and not self._parameters.trained:
+                self._backward_pass.request()  # as no exchanged parameter will
 
     def _touch_all(self) -> None:
         trained = self._parameters.trained

@@ -160,9 +160,12 @@ class OverlappedExchange(Exchange):
         if others and not state["residuals"] and self._divided.may_have(others):
             return  # divided over other workers; sums depend on nothing else
         if others:
+            cure = "the model as it was"
+            if self._divided.may_have(others):
+                cure = "as many workers, and as many copies of experts, or another `compression`"
             raise CheckpointError(
                 "The checkpoint's exchange is of other parameters than the model's; resume with"
-                " the model as it was."
+                f" {cure}."
             )
         if not was_active:
             self._activate()  # what was not sent yet joins a lone worker's first gradients

@@ -60,9 +60,11 @@ class PartGradients:
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
         exchanged = {**self._parameters.trained, **self._parameters.fully_sharded}
         total = self._square_of_whole(exchanged)
-        if self._divided.comm is not None:
-            own = self._square_of_whole(self._divided.by_name)
-            total = total + self._divided.comm.all_reduce(own)
+        if self._divided.has_modules:
+            own, copies = self._square_of_whole(self._divided.by_name), self._divided.copies
+            if copies is not None and copies.rank > 0:
+                own.zero_()  # the first copy's counts
+            total = total + self._comm.all_reduce(own)
         for comm in self._along_stages:
             total = comm.all_reduce(total)
         if self._is_exact:

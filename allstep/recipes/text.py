@@ -66,13 +66,12 @@ class Text(TokenRecipe):
 
     experts: int | None = None
     """Feed-forward networks of each block, divided over the workers that share out the samples, of
-    which a token goes through `top_k`; a multiple of these workers, or of those with one of
-    `expert_copies`. None for a single one."""
+    which a token goes through `top_k`. None for a single one."""
 
-    expert_copies: int = 1
-    """Copies of each expert, on as many of the workers that share out the samples, where these are
-    more than the experts; neighbours have one copy of all. A single worker has one whatever this
-    is."""
+    expert_copies: int | None = None
+    """Copies of each expert, on as many of the workers that share out the samples; neighbours have
+    one copy of all, whose number divides `experts`. None for as few as do. A single worker has one
+    whatever this is."""
 
     top_k: int = 2
     """Experts of a token, each with 1 / top_k of the hidden features that a single one has."""
@@ -120,13 +119,15 @@ class Text(TokenRecipe):
         allstep.errors.check_multiple("width", self.width, "heads", self.heads)
         if self.experts is not None:
             self._check_experts(self.experts)
-        for name in ("tensor_parallel", "pipeline", "replicate", "expert_copies"):
+        for name in ("tensor_parallel", "pipeline", "replicate"):
             check_integer(name, getattr(self, name))
-        if self.expert_copies > 1 and self.experts is None:
-            raise UsageError(
-                f"`expert_copies` (={self.expert_copies}) counts copies of experts: give `experts`,"
-                " too."
-            )
+        if self.expert_copies is not None:
+            check_integer("expert_copies", self.expert_copies)
+            if self.experts is None:
+                raise UsageError(
+                    f"`expert_copies` (={self.expert_copies}) counts copies of experts: give"
+                    " `experts`, too."
+                )
         self._check_copies()
         if self.replicate > 1 and not self.shard:
             raise UsageError(
@@ -257,25 +258,24 @@ class Text(TokenRecipe):
                 f"`replicate` (={self.replicate}) must divide the {num_copies} workers that share"
                 f" out the samples, as every copy of the shards has as many; nearest: {nearest}."
             )
-        if self.experts is not None and num_workers > 1:
-            self._check_division(self.experts, num_copies)
+        if self.experts is not None and self.expert_copies is not None and num_copies > 1:
+            self._check_division(self.experts, self.expert_copies, num_copies)
 
-    def _check_division(self, num_experts: int, num_copies: int) -> None:
+    def _check_division(self, num_experts: int, expert_copies: int, num_copies: int) -> None:
         """Refuses experts that don't divide over the workers that share out the samples."""
         which = "workers" if self.copy_size == 1 else "copies of the model"
-        if num_copies % self.expert_copies:
+        if num_copies % expert_copies:
             raise UsageError(
-                f"`expert_copies` (={self.expert_copies}) must divide the {num_copies} {which}."
+                f"`expert_copies` (={expert_copies}) must divide the {num_copies} {which}."
             )
-        size = num_copies // self.expert_copies
+        size = num_copies // expert_copies
         if num_experts % size:
             nearest = allstep.errors.nearest_multiples(num_experts, size)
-            if self.expert_copies > 1:
+            if expert_copies > 1:
                 which += " that have one of `expert_copies`"
-            least = num_copies // math.gcd(num_experts, num_copies)
             raise UsageError(
                 f"`experts` (={num_experts}) must be a multiple of the {size} {which}, as each has"
-                f" as many; nearest: {nearest}. Or take {least} for `expert_copies`."
+                f" as many; nearest: {nearest}. Or leave `expert_copies` out."
             )
 
     def _check_micro_batches(self, num_copies: int) -> None:
@@ -381,12 +381,13 @@ class Text(TokenRecipe):
     def _experts(self, comm: Communicator) -> Experts | None:
         if self.experts is None:
             return None
+        least = comm.size // math.gcd(self.experts, comm.size)
         return Experts(
             comm=comm,
             num=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
-            copies=min(self.expert_copies, comm.size),
+            copies=min(self.expert_copies or least, comm.size),
         )
 
     def _tokens(self, comm: Communicator) -> tuple[Tensor, Tensor]:

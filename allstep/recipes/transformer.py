@@ -301,7 +301,7 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
 def shard_blocks(model: nn.Module, mesh: "DeviceMesh") -> None:
     """Shards each block for itself by FSDP2, so that one is whole at a time, and the rest together.
 
-    Experts stay on the worker that has them.
+    Experts that are divided over workers stay on those that have them.
 
     Args:
         model: a transformer or a stage of one, on its device.
@@ -310,7 +310,8 @@ def shard_blocks(model: nn.Module, mesh: "DeviceMesh") -> None:
     from torch.distributed.fsdp import fully_shard
 
     mixtures = [m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts)]
-    own = {p for mixture in mixtures for p in mixture.experts.parameters()}
+    divided = [mixture.experts for mixture in mixtures if mixture.experts.comm.size > 1]
+    own = {p for experts in divided for p in experts.parameters()}
     for module in (*(m for m in model.modules() if isinstance(m, _Block)), model):
         fully_shard(module, mesh=mesh, ignored_params=own)
 

@@ -40,12 +40,10 @@ class _Kind:
     Attributes:
         names: what their parameters' names begin with -> the names of all the modules, in order.
         comm: the workers that each have others of them.
-        workers: all of them.
     """
 
     names: Mapping[str, tuple[str, ...]]
     comm: Communicator
-    workers: Communicator
 
     def prefix_of(self, name: str) -> str:
         """That of the modules which a parameter is in; empty if it is in none."""
@@ -78,23 +76,16 @@ class _Owned:
 
 def _owned_parts(model: nn.Module) -> _Owned | None:
     experts, stages = divided_modules(model), stages_of(model)
-    kinds = []
-    if experts:
-        first, *_ = experts.values()
-        kinds.append(_Kind(_names_of(experts), first.comm, first.workers))
-    if stages:
-        part, *_ = stages.values()
-        kinds.append(_Kind(_names_of(stages), part.comm, part.mesh.comm))
-    meshes = [part.mesh for part in parts_along_axes(model)]
-    if not (kinds or meshes):
-        return None
-    return _Owned(kinds, meshes[0].comm if meshes else kinds[0].workers)
+    kinds = [_kind(modules) for modules in (experts, stages) if modules]
+    all_workers = [part.mesh.comm for part in parts_along_axes(model)]
+    all_workers += [modules.workers for modules in experts.values()]
+    return _Owned(kinds, all_workers[0]) if all_workers else None
 
 
-def _names_of(
-    modules: Mapping[str, DividedModules] | Mapping[str, StageModules],
-) -> dict[str, tuple[str, ...]]:
-    return {f"{name}." if name else "": module.names for name, module in modules.items()}
+def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) -> _Kind:
+    names = {f"{name}." if name else "": module.names for name, module in modules.items()}
+    comm, *_ = (module.comm for module in modules.values())
+    return _Kind(names, comm)
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:

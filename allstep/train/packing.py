@@ -2,8 +2,8 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from allstep.nn import DividedTensor
 from allstep.train.pieces import as_stored, is_reserved, name_suffix
 
 _Path = tuple[object, ...]
+T = TypeVar("T")
 
 
 def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
@@ -66,12 +67,24 @@ def tensors_in(state: Any) -> dict[str, Tensor]:
     >>> tensors_in({"model": {"weight": torch.ones(2)}, "steps": 3})
     {'model/weight': tensor([1., 1.])}
     """
-    return {_named(path): value for path, value in _leaves(state) if isinstance(value, Tensor)}
+    return _by_name(_leaves(state), Tensor)
 
 
 def divided_in(state: Any) -> dict[str, DividedTensor]:
     """The divided tensors by their path in a state."""
-    return {_named(path): x for path, x in _leaves(state) if isinstance(x, DividedTensor)}
+    return _by_name(_leaves(state), DividedTensor)
+
+
+def _by_name(leaves: Iterable[tuple[_Path, Any]], kind: type[T]) -> dict[str, T]:
+    """Those of a kind; paths may read alike, as of `{"a/b": x}` and `{"a": {"b": x}}`."""
+    found: dict[str, T] = {}
+    for path, value in leaves:
+        if isinstance(value, kind):
+            name = _named(path)
+            while name in found:
+                name += "'"
+            found[name] = value
+    return found
 
 
 def _with_stand_ins(state: Any) -> Any:

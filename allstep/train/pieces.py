@@ -54,7 +54,7 @@ class Piece:
     Attributes:
         name: that under which it is stored.
         num_bytes: how many it has.
-        load: gives it as it is stored; of a divided tensor once, in the pieces' order.
+        load: gives it as it is stored; what others send once, in the pieces' order.
     """
 
     name: str
@@ -74,7 +74,9 @@ def pieces_of(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> 
             yield Piece(name, x.nbytes, x.detach)
             continue
         for rank, window in x.pieces(max_bytes):
-            yield _piece(name, x, window, partial(_ask_for, x, rank, window))
+            is_own = rank == x.comm.rank
+            load = partial(_own, x, window) if is_own else partial(_ask_for, x, rank, window)
+            yield _piece(name, x, window, load)
 
 
 def local_pieces(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> Iterator[Piece]:
@@ -154,7 +156,8 @@ class Selection:
         """
         of, window = _place(name)
         other = _OTHER_DTYPE.search(of)
-        x = stored if other is None else stored.view(dtype_of_name(other[1])).squeeze(-1)
+        # Bytes may begin anywhere in a file's memory, and numbers of 16 bytes may not.
+        x = stored if other is None else stored.clone().view(dtype_of_name(other[1])).squeeze(-1)
         window = window or Window.whole(x.shape)
         for view in self._wanted[of]:
             wanted = _window_of(view)
@@ -193,7 +196,9 @@ def _ask_for(x: DividedTensor, rank: int, window: Window) -> Tensor:
 
 
 def _own(x: DividedTensor, window: Window) -> Tensor:
-    return as_stored(x.local_piece(window).cpu().contiguous())
+    """A copy, as no two tensors of a file may share memory."""
+    part = x.local_piece(window)
+    return as_stored(part.to("cpu", copy=True, memory_format=torch.contiguous_format))
 
 
 def _place(name: str) -> tuple[str, Window | None]:

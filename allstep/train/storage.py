@@ -29,7 +29,7 @@ from torch import Tensor
 
 from allstep import __version__
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError
+from allstep.errors import CheckpointError, UsageError
 from allstep.train.disk import LOCAL_DISK, Disk
 from allstep.train.packing import pack
 from allstep.train.pieces import Selection, pieces_of
@@ -40,6 +40,7 @@ from allstep.train.tensor_files import (
     digest_of,
     grouped,
     holds_tensors,
+    parts_in,
     write_all,
 )
 
@@ -108,7 +109,12 @@ def write_checkpoint(
             then, or all of the new one.
     """
     path = Path(path)
-    data, tensors = pack(state)
+    try:
+        data, tensors = pack(state)
+    except UsageError:
+        if comm is not None and parts_in(state):
+            comm.broadcast_object(None)  # in place of the folder
+        raise
     temporary = _temporary(path, disk)
 
     def new_folder() -> Path:

@@ -91,7 +91,7 @@ def write_all(
         folder = new_folder()
         token = folder / f"token-{uuid.uuid4().hex}"
         disk.write(token, b"")
-    except OSError:
+    except BaseException:
         comm.broadcast_object(None)
         raise
     comm.broadcast_object((folder.name, token.name, names, group_bytes))
@@ -115,11 +115,11 @@ def write_parts(comm: Communicator, folder: Path, state: Any, file_bytes: int, d
     Args:
         comm: the workers.
         folder: that which the checkpoint's folder will be in, by the name that it has here.
-        state: with divided tensors at the same places as rank 0's, or without any.
+        state: with divided tensors at the same places as rank 0's.
         file_bytes: as there.
         disk: what writes.
     """
-    divided = [x for x in divided_in(state).values() if math.prod(x.shape)]
+    divided = parts_in(state)
     offer = comm.broadcast_object() if divided else None
     if offer is None:
         return
@@ -134,16 +134,22 @@ def write_parts(comm: Communicator, folder: Path, state: Any, file_bytes: int, d
         _written_by_each(comm, folder / name, own, num_rounds, disk)
 
 
+def parts_in(state: Any) -> list[DividedTensor]:
+    """The divided tensors of a state that have an element."""
+    return [x for x in divided_in(state).values() if math.prod(x.shape)]
+
+
 def _can_write(folder: Path, token: str, rank: int, disk: Disk) -> bool:
     """Whether it is the folder in which rank 0 has made the token."""
+    probe = folder / f"probe-{rank}"
     try:
-        is_seen = (folder / token).exists()
-        probe = folder / f"probe-{rank}"
+        if not (folder / token).exists():
+            return False
         disk.write(probe, b"")
     except OSError:
         return False
     disk.remove(probe)
-    return is_seen
+    return True
 
 
 def _num_rounds(comm: Communicator, own: Sequence[Group] | None) -> int | None:
@@ -161,20 +167,21 @@ def _written_by_each(
     the communicator's timeout for one.
     """
     files: dict[str, Digest] = {}
-    error: OSError | SafetensorError | None = None
+    error: Exception | None = None
     written = _written(folder, own, comm.rank, disk)
     for _ in range(num_rounds):
         report: object = None
         try:
             report = next(written, None)
-        except (OSError, SafetensorError) as found:  # which ends what is `written`
-            error, report = error or found, str(found)
+        except Exception as found:  # which ends what is `written`
+            error, report = found, str(found) or type(found).__name__
         for rank, told in enumerate(comm.gather_object(report) or ()):
             if isinstance(told, str):
                 error = error or OSError(f"rank {rank}: {told}")
             elif told is not None:
                 files.update([told])
-    if error is not None and comm.rank == 0:
+    is_told = comm.rank > 0 and isinstance(error, (OSError, SafetensorError))
+    if error is not None and not is_told:
         raise error
     return files
 

@@ -215,6 +215,51 @@ def test_an_expert_that_is_frozen_and_thawed() -> None:
         run_ranks(4, lambda comm: train_frozen(comm, {0}))
 
 
+@pytest.mark.parametrize("policy", [allstep.Synchronous(), PLAIN])
+def test_only_experts_are_trained_in_a_loop_without_steps(policy: allstep.Synchronous) -> None:
+    """No parameter of the rest asks for the exchange; some workers' experts see no token."""
+
+    def step(comm: Communicator) -> dict[str, Tensor]:
+        layer = make_layer(comm, num_experts=4, copies=min(2, comm.size))
+        layer.router.requires_grad_(False)
+        exchange = allstep.attach(layer, comm, policy)
+        for number in range(2):
+            for i in range(4)[comm.rank :: comm.size]:
+                x = values(2, 4, seed=4 * number + i).requires_grad_()
+                (layer(x)[0].square().sum() * comm.size / 4).backward()
+        exchange.detach()
+        return gradients(layer)
+
+    (one,) = run_ranks(1, step)
+    assert largest_difference(one, merged(run_ranks(4, step))) < 1e-10
+
+
+def test_buffers_of_copies() -> None:
+    """Each is of its own data until they are made the first copy's, as other buffers."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4, dtype=torch.float64)
+            self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_tokens += len(x)
+            return super().forward(x)
+
+    def step(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        layer = make_layer(comm, expert=Counting, num_experts=2, copies=2)
+        exchange = allstep.attach(layer, comm)
+        layer(values(7 + comm.rank // 2, 4, seed=1))[0].sum().backward()
+        own = {n: x.clone() for n, x in layer.state_dict().items()}
+        exchange.sync_buffers()
+        return own, layer.state_dict()
+
+    found = run_ranks(4, step)
+    with pytest.raises(AssertionError, match="num_tokens"):
+        merged([own for own, _ in found])
+    merged([synced for _, synced in found])
+
+
 def test_copies_begin_with_the_same_values() -> None:
     def attach(comm: Communicator) -> dict[str, Tensor]:
         layer = make_layer(comm, num_experts=2, copies=2)

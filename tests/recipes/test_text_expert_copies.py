@@ -33,9 +33,18 @@ def small(folder: Path, **changes: Any) -> Text:
         (8, {"pipeline": 2, "global_batch": 60}),
         pytest.param(6, {"expert_copies": 3, "optimizer": "lamb"}, marks=pytest.mark.long),
         pytest.param(4, {"shard": True, "optimizer": "adamw"}, marks=pytest.mark.long),
+        pytest.param(
+            4,
+            {"shard": True, "expert_copies": 4, "optimizer": "adamw"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(3, {"expert_copies": None}, marks=pytest.mark.long),
         pytest.param(4, {"pipeline": 2}, marks=pytest.mark.long),
     ],
-    ids=["copies", "tensor", "pipeline", "six", "shards", "whole experts in a pipeline"],
+    ids=[
+        *("copies", "tensor", "pipeline", "six", "shards", "shards of whole experts"),
+        *("as few as divide", "whole experts in a pipeline"),
+    ],
 )
 def test_copies_of_experts_are_the_same_model(
     size: int, changes: dict[str, Any], folder: Path, tmp_path: Path
@@ -56,7 +65,7 @@ def test_exact_sums_of_copies(folder: Path, tmp_path: Path) -> None:
     keep_one_checkpoint(tmp_path / "4", 2)
     shutil.copytree(tmp_path / "4", tmp_path / "2")
     apart = replace(recipe, expert_copies=1)
-    for size, other in ((1, recipe), (2, apart), (3, replace(recipe, expert_copies=3))):
+    for size, other in ((1, recipe), (2, apart), (3, replace(recipe, expert_copies=None))):
         run_dir = tmp_path / f"on-{size}"
         shutil.copytree(tmp_path / "2", run_dir)
         assert not differing_names(train_on(size, other, run_dir, None, True)[0], four[0])
@@ -70,12 +79,12 @@ def test_exact_sums_of_copies(folder: Path, tmp_path: Path) -> None:
         (
             {"expert_copies": 1, "experts": 2},
             4,
-            r"`experts` \(=2\) .* of the 4 workers, .* Or take 2 for `exp",
+            r"`experts` \(=2\) .* of the 4 workers, .* Or leave `expert_copies` out",
         ),
         (
             {"experts": 3, "tensor_parallel": 2},
             8,
-            r"of the 2 copies of the model that have one of `expert_copies`, .* Or take 4 for",
+            r"of the 2 copies of the model that have one of `expert_copies`, .* Or leave",
         ),
     ],
 )

@@ -257,11 +257,11 @@ def test_experts_that_do_not_divide(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "`experts` (=4) must be a multiple of the 3 workers, as each has as many; nearest: 3, 6"
-    flags = ["--folder", str(folder), "--experts", "4"]
-    recipe = small(folder / "nowhere")
+    flags = ["--folder", str(folder), "--experts", "4", "--expert-copies", "1"]
+    recipe = small(folder / "nowhere", expert_copies=1)
     check_three_workers_refused(recipe, flags, words, tmp_path / "run", capsys)
     with pytest.raises(UsageError, match="must be a multiple of the 3 copies of the model"):
-        small(folder, tensor_parallel=2).check_workers(6)
+        small(folder, tensor_parallel=2, expert_copies=1).check_workers(6)
 
 
 @pytest.mark.parametrize(

@@ -77,4 +77,4 @@ def test_float16_of_experts_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
 def test_experts_that_do_not_divide_over_the_copies(folder: Path) -> None:
     words = r"`experts` \(=3\) must be a multiple of the 2 copies of the model"
     with pytest.raises(UsageError, match=words):
-        small(folder, experts=3).check_workers(4)
+        small(folder, experts=3, expert_copies=1).check_workers(4)

@@ -6,6 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError
+from allstep.errors import CheckpointError, UsageError
 from allstep.nn import DividedTensor, Layout, Window
-from allstep.train import Checkpoints, read_checkpoint
+from allstep.train import Checkpoints, read_checkpoint, write_checkpoint
 from allstep.train.disk import LOCAL_DISK, Disk
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulation.disk import SimulatedDisk, no_space
@@ -152,6 +153,75 @@ def test_a_large_state_is_read_with_few_open_files(tmp_path: Path, size: int) ->
         assert torch.equal(found(tmp_path), x)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_parts_of_the_same_memory_and_of_names_that_read_alike(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    z = torch.complex(X, -X)
+
+    def run(comm: Communicator) -> None:
+        x, other = state_of(comm)["x"], state_of(comm, 2 * X)["x"]
+        conjugate = state_of(comm, z)["x"]
+        conjugate = replace(conjugate, local=conjugate.local.conj())
+        state = {"a": x, "b": x, "c/d": x, "c": {"d": other}, "conjugate": conjugate}
+        disk = LOCAL_DISK if is_shared or comm.rank == 0 else OtherDisk()
+        Checkpoints(tmp_path, comm, disk=disk).save(3, state)
+
+    run_ranks(3, run)
+    read = read_checkpoint(tmp_path / "step-00000003")
+    for name in ("a", "b", "c/d"):
+        assert torch.equal(read[name], X)
+    assert torch.equal(read["c"]["d"], 2 * X)
+    assert torch.equal(read["conjugate"], z.conj())
+
+
+def test_numbers_of_16_bytes_are_where_the_processor_wants_them(tmp_path: Path) -> None:
+    """A copy of a part of what is elsewhere ends the process."""
+    z = X.to(torch.complex128)
+    write_checkpoint(tmp_path / "c", {"a": torch.zeros(1, dtype=torch.uint8), "z": z})
+    read = read_checkpoint(tmp_path / "c")["z"]
+    assert read.data_ptr() % 16 == 0
+    assert torch.equal(torch.zeros_like(z)[:, :3].copy_(read[:, :3]), z[:, :3])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_another_error_keeps_nobody_waiting(tmp_path: Path, rank: int) -> None:
+    """And is raised where it is; of another worker rank 0 tells, too."""
+
+    class SmallMemory(Disk):
+        def write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
+            raise MemoryError("no room")
+
+    def run(comm: Communicator) -> str:
+        try:
+            return save(comm, tmp_path, disk=SmallMemory() if comm.rank == rank else LOCAL_DISK)
+        except MemoryError as error:
+            return f"raised {error}"
+
+    found = run_ranks(3, run)
+    assert found[rank] == "raised no room" and found[1] == ""
+    assert rank == 0 or "rank 2: no room" in found[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_cannot_be_stored_keeps_nobody_waiting(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> str:
+        state = state_of(comm) | {"bad": object() if comm.rank == 0 else None}
+        try:
+            Checkpoints(tmp_path, comm).save(3, state)
+        except UsageError as error:
+            return str(error)
+        return save(comm, tmp_path) if comm.rank else "not raised"
+
+    def run_and_save(comm: Communicator) -> str:
+        said = run(comm)
+        return said if comm.rank else said + save(comm, tmp_path)
+
+    first, *others = run_ranks(3, run_and_save)
+    assert "`state` holds a builtins.object at `bad`" in first and others == ["", ""]
+    assert torch.equal(found(tmp_path), X)
 
 
 class DeadError(Exception):

@@ -71,7 +71,7 @@ class DividedTensor:
         """One of `pieces` that this worker has, as a view."""
         own = self._window(self.comm.rank)
         assert self.local is not None and own is not None
-        return window.view(self.local.detach(), own, 0)
+        return window.view(self.local.detach().resolve_conj().resolve_neg(), own, 0)
 
     def _window(self, rank: int) -> Window | None:
         """In all dims."""
