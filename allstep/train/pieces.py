@@ -62,12 +62,15 @@ class Piece:
     load: Callable[[], Tensor]
 
 
-def pieces_of(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> Iterator[Piece]:
+def pieces_of(
+    tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int, *, only_own: bool = False
+) -> Iterator[Piece]:
     """All that is stored, on rank 0; those with parts of it call `send_pieces`.
 
     Args:
         tensors: by name, as `pack` gives them.
         max_bytes: of a piece of a divided tensor.
+        only_own: what this worker has of it, parts if its copy is the first; nobody sends.
     """
     for name, x in tensors.items():
         if isinstance(x, Tensor):
@@ -75,22 +78,12 @@ def pieces_of(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> 
             continue
         for rank, window in x.pieces(max_bytes):
             is_own = rank == x.comm.rank
+            if only_own and not (is_own and x.is_first_copy):
+                continue
+            place = ",".join(map("{}:{}".format, window.start, window.stop))
+            num_bytes = window.num_positions * x.dtype.itemsize
             load = partial(_own, x, window) if is_own else partial(_ask_for, x, rank, window)
-            yield _piece(name, x, window, load)
-
-
-def local_pieces(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> Iterator[Piece]:
-    """What of it this worker has: what is not divided, and its parts if its copy is the first.
-
-    Args: as for `pieces_of`.
-    """
-    for name, x in tensors.items():
-        if isinstance(x, Tensor):
-            yield Piece(name, x.nbytes, x.detach)
-        elif x.is_first_copy:
-            for rank, window in x.pieces(max_bytes):
-                if rank == x.comm.rank:
-                    yield _piece(name, x, window, partial(_own, x, window))
+            yield Piece(f"{name}[{place}]", num_bytes, load)
 
 
 def send_pieces(tensors: Mapping[str, DividedTensor], max_bytes: int) -> None:
@@ -182,11 +175,6 @@ class Selection:
             return tensors[name]
 
         return decode(self._data, load)
-
-
-def _piece(name: str, x: DividedTensor, window: Window, load: Callable[[], Tensor]) -> Piece:
-    place = ",".join(map("{}:{}".format, window.start, window.stop))
-    return Piece(f"{name}[{place}]", window.num_positions * x.dtype.itemsize, load)
 
 
 def _ask_for(x: DividedTensor, rank: int, window: Window) -> Tensor:

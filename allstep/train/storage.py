@@ -40,6 +40,7 @@ from allstep.train.tensor_files import (
     digest_of,
     grouped,
     holds_tensors,
+    load_group,
     parts_in,
     write_all,
 )
@@ -181,10 +182,7 @@ def open_stored(path: Path | str) -> Iterator[Stored]:
 def in_memory(step: int, state: Any) -> Stored:
     """A state without divided tensors as if it were stored."""
     data, tensors = pack(state)
-    groups = [
-        {piece.name: piece.load() for piece in group}
-        for group in grouped(pieces_of(tensors, FILE_BYTES), FILE_BYTES)
-    ]
+    groups = list(map(load_group, grouped(pieces_of(tensors, FILE_BYTES), FILE_BYTES)))
     return Stored(step, data, list(map(_on_meta, groups)), groups.__getitem__)
 
 

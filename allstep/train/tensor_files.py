@@ -23,7 +23,7 @@ from allstep.comm import Communicator
 from allstep.nn import DividedTensor
 from allstep.train.disk import Disk
 from allstep.train.packing import divided_in
-from allstep.train.pieces import Piece, local_pieces, pieces_of, send_pieces
+from allstep.train.pieces import Piece, pieces_of, send_pieces
 
 FILE_BYTES = 64 << 20
 FIRST = "tensors.safetensors"
@@ -57,6 +57,11 @@ def grouped(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Group]:
         group.append(piece)
         num_bytes += piece.num_bytes
     yield group
+
+
+def load_group(group: Group) -> dict[str, Tensor]:
+    """What a file of them holds."""
+    return {piece.name: piece.load() for piece in group}
 
 
 def write_all(
@@ -95,7 +100,7 @@ def write_all(
         comm.broadcast_object(None)
         raise
     comm.broadcast_object((folder.name, token.name, names, group_bytes))
-    own = list(grouped(local_pieces(tensors, file_bytes), group_bytes))
+    own = list(grouped(pieces_of(tensors, file_bytes, only_own=True), group_bytes))
     num_rounds = _num_rounds(comm, own)
     disk.remove(token)
     if num_rounds is not None:
@@ -125,7 +130,7 @@ def write_parts(comm: Communicator, folder: Path, state: Any, file_bytes: int, d
         return
     name, token, names, group_bytes = offer
     tensors = dict(zip(names, divided, strict=True))
-    own = [g for g in grouped(local_pieces(tensors, file_bytes), group_bytes) if g]
+    own = [g for g in grouped(pieces_of(tensors, file_bytes, only_own=True), group_bytes) if g]
     can_write = _can_write(folder / name, token, comm.rank, disk)
     num_rounds = _num_rounds(comm, own if can_write else None)
     if num_rounds is None:
@@ -193,7 +198,7 @@ def _written(
     stem = f"tensors-rank-{rank}" if rank else "tensors"
     for number, group in enumerate(groups, start=1):
         path = folder / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors"
-        disk.write_tensors(path, {piece.name: piece.load() for piece in group})
+        disk.write_tensors(path, load_group(group))
         digest = digest_of(path)
         disk.sync(path)
         yield path.name, digest

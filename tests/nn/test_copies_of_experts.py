@@ -170,13 +170,10 @@ def test_an_expert_that_no_token_chooses_has_no_gradient() -> None:
         tokens = torch.eye(4)[[0, 0, 0, 2]].double().split(4 // comm.size)
         layer(tokens[comm.rank])[0].sum().backward()
         exchange.detach()
-        return tuple(
-            {f"{i}.{n}": p.grad for n, p in layer.experts[i].named_parameters()}
-            for i in layer.experts
-        )
+        return {name: p.grad for name, p in layer.experts.named_parameters()}
 
-    def all_of(found: list[Any]) -> dict[str, Tensor | None]:
-        return {n: g for own in found for grads in own for n, g in grads.items()}
+    def all_of(found: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+        return {name: g for own in found for name, g in own.items()}
 
     one, four = all_of(run_ranks(1, step)), run_ranks(4, step)
     for own in (all_of(four[:2]), all_of(four[2:])):

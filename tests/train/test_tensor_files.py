@@ -1,6 +1,5 @@
 """Who writes the parts of divided tensors: each worker its own where all see one folder."""
 
-import errno
 import itertools
 import math
 import resource
@@ -17,23 +16,18 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
-from allstep.nn import DividedTensor, Layout, Window
+from allstep.nn import Layout
 from allstep.train import Checkpoints, read_checkpoint, write_checkpoint
 from allstep.train.disk import LOCAL_DISK, Disk
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulation.disk import SimulatedDisk, no_space
-from tests.helpers.simulation.scheduler import Process
+from tests.helpers.simulation.scheduler import KilledError, Process
 from tests.helpers.simulation.scratch import scratch
 from tests.helpers.simulation.volume import Volume
+from tests.train.test_checkpoint_power import Calls
+from tests.train.test_divided_checkpoint import OtherDisk, divided
 
 X = torch.arange(60.0).view(12, 5)
-
-
-class OtherDisk(Disk):
-    """Of a host on which rank 0's folder is not."""
-
-    def write(self, path: Path, data: bytes) -> None:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
 
 class FullDisk(Disk):
@@ -51,10 +45,7 @@ class FullDisk(Disk):
 
 def state_of(comm: Communicator, x: Tensor = X) -> dict[str, Any]:
     """Rows of `x` on each worker."""
-    layout = Layout.split(x.shape[:1], [comm.size])
-    window = layout.windows[comm.rank]
-    local = window.view(x, Window.whole(layout.shape), 0).clone()
-    leaf = DividedTensor(local, x.shape, x.dtype, layout.windows, comm)
+    leaf = divided(x, comm, Layout.split(x.shape[:1], [comm.size]))
     return {"x": leaf, "of all": torch.ones(2), "step": 3}
 
 
@@ -224,28 +215,11 @@ def test_a_state_that_cannot_be_stored_keeps_nobody_waiting(tmp_path: Path) -> N
     assert torch.equal(found(tmp_path), X)
 
 
-class DeadError(Exception):
-    """Ends a worker in a call of the disk, and all later ones."""
-
-
-class Calls:
-    """Of the disk by one worker, which dies at one of them."""
-
-    def __init__(self, dies_at: float) -> None:
-        self._dies_at = dies_at
-        self.count = 0
-
-    def __call__(self, takes_space: bool) -> None:
-        self.count += 1
-        if self.count >= self._dies_at:
-            raise DeadError
-
-
 def save_on_volume(volume: Volume, step: int, dies: int, dies_at: float) -> list[int] | None:
     """Two workers save; the number of calls of each, or nothing if one dies."""
 
     def run(comm: Communicator) -> int:
-        calls = Calls(dies_at if comm.rank == dies else math.inf)
+        calls = Calls(dies_at=dies_at if comm.rank == dies else math.inf)
         process = Process(10 * step + comm.rank)
         never: Callable[[int], bool] = lambda pid: False  # noqa: E731
         disk = SimulatedDisk(volume, process, calls, never, time.monotonic)
@@ -254,7 +228,7 @@ def save_on_volume(volume: Volume, step: int, dies: int, dies_at: float) -> list
 
     try:
         return run_ranks(2, run)
-    except DeadError:
+    except KilledError:
         return None
 
 
