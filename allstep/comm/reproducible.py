@@ -200,8 +200,9 @@ def digits_of_squares(x: Tensor) -> Tensor:
             sums[-1] = torch.where(is_bad, rest * torch.inf, 0.0).sum()
             rest.masked_fill_(is_bad, 0.0)
             largest = float(rest.amax())
+        window = _WINDOWS.stop
         while largest > 0:  # a square's digits depend on it alone
-            window = min(_window_of(2 * largest), _WINDOWS.stop - 1)
+            window = min(_window_of(2 * largest), window - 1)  # half a unit may round to none
             shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
             digits = (rest + shift).sub_(shift)
             rest.sub_(digits)

@@ -147,6 +147,14 @@ def test_sums_of_squares_do_not_depend_on_the_cuts(spread: int) -> None:
     assert len(plain) > 1  # or the above would show nothing
 
 
+def test_squares_of_which_half_a_unit_is_left() -> None:
+    """A float64's square is rounded, so that its last bit may be half of a window's unit."""
+    x = 2.0 ** torch.arange(-40, 40, dtype=torch.float64) * math.sqrt(2)
+    expected = sum_of_squares([x])
+    assert expected == math.fsum((x * x).tolist())
+    assert all(sum_of_squares([x[:cut], x[cut:]]) == expected for cut in range(80))
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e25])
 def test_sum_of_squares_of_what_is_not_finite(bad: float) -> None:
     """A square of 2^160 or more counts as infinite."""
