@@ -308,9 +308,10 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
-        """Torch drops those of FSDP2's shards where a schedule finds out shapes."""
-        shards = [p for p in self.stages.parameters() if is_dtensor(p)]
-        held = [(p, p.grad) for p in shards if p.grad is not None]
+        """Torch drops those of modules with shards of FSDP2 where a schedule finds out shapes."""
+        parameters = list(self.stages.parameters())  # experts' are no shards, and dropped, too
+        are_sharded = any(map(is_dtensor, parameters))
+        held = [(p, p.grad) for p in parameters if are_sharded and p.grad is not None]
         for p, _ in held:
             p.grad = None
         yield
