@@ -157,9 +157,11 @@ class ShardHook:
 
     Attributes:
         shards: name of the module's parameter -> shard.
+        local: name -> parameter of the module that another stands in the place of, in a call.
     """
 
     shards: Mapping[str, Shard]
+    local: Mapping[str, nn.Parameter]
 
 
 class StageModules(AlongAxis, nn.ModuleDict):
@@ -206,6 +208,18 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
         if isinstance(hook, ShardHook)
         for name, shard in hook.shards.items()
     }
+
+
+def local_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
+    """name -> parameter, as `named_parameters`, which in a call has others in place of shards."""
+    found: dict[str, nn.Parameter] = {}
+    for path, each in module.named_modules(prefix=prefix):
+        own = {name: p for name, p in each._parameters.items() if p is not None}
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, ShardHook):
+                own.update(hook.local)
+        found.update((f"{path}.{name}" if path else name, p) for name, p in own.items())
+    return found
 
 
 def fsdp_modules(model: nn.Module) -> "dict[str, FSDPModule]":

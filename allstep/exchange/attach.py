@@ -61,7 +61,7 @@ def attach(
             its optimizer, or if a part of the model is divided over other workers than `comm`,
             divided at all with staleness or local SGD, or shares a parameter with the rest; if
             FSDP2 has sharded it over others, or the policy is neither `Synchronous()` then nor
-            exact sums of a model that it alone divides.
+            exact sums.
         DisagreementError: if policies differ between workers, or names, shapes or dtypes.
 
     Example:

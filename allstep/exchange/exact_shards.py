@@ -34,6 +34,7 @@ class ExactShards:
 
     Attributes:
         sums: what rounds.
+        off_grid: whole gradients of this worker, of FSDP2's parameters and of its own.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -41,7 +42,7 @@ class ExactShards:
         self.sums = ExactSums(comm.device)
         self._is_open = False
         self._shards: Mapping[str, nn.Parameter] = {}
-        self._off_grid: OffGrid = {}  # whole gradients of this worker
+        self.off_grid: OffGrid = {}
         self._apart: OffGrid = {}  # all workers' of this worker's shards
         self._is_early = True  # so that gradients leave the grid often
 
@@ -62,7 +63,7 @@ class ExactShards:
         """
         self._shards = {name: p for name, p in shards.items() if p.requires_grad}
         self.sums.refuse_complex(self._shards)
-        self.sums.begin(self._off_grid, num_micro_batches, num_passes)
+        self.sums.begin(self.off_grid, num_micro_batches, num_passes)
         self._apart.clear()
         self._is_early = num_exchanges < LOOK_ALWAYS
         self._is_open = True
@@ -73,7 +74,7 @@ class ExactShards:
 
     def begin_micro_batch(self) -> None:
         """The backward passes that follow are of another micro-batch."""
-        self.sums.begin_micro_batch(self._off_grid)
+        self.sums.begin_micro_batch(self.off_grid)
 
     def round(self, name: str, whole: nn.Parameter, new: Tensor | None) -> Tensor | None:
         """What is to be added to the gradient of a gathered parameter.
@@ -85,7 +86,16 @@ class ExactShards:
         """
         if new is None or not self._is_open:
             return None
-        return self.sums.round(self._off_grid, name, whole, new)
+        return self.sums.round(self.off_grid, name, whole, new)
+
+    def round_call(self, name: str, p: nn.Parameter, rank: int, new: Tensor) -> Tensor | None:
+        """The same of a parameter that only this worker has, as `ExactSums.round_call` says."""
+        return self.sums.round_call(self.off_grid, name, p, rank, new) if self._is_open else None
+
+    def check_call(self, name: str) -> None:
+        """As `ExactSums.check_call`."""
+        if self._is_open:
+            self.sums.check_call(name)
 
     def add_up_early(self, names: Sequence[str], _: Tensor) -> None:
         """After FSDP2 has added up the gradients of a module. Collective. [Note: exact shards]
@@ -95,7 +105,7 @@ class ExactShards:
         """
         if not self._is_open:
             return
-        self.sums.settle(self._off_grid)
+        self.sums.settle(self.off_grid)
         if self._is_early:
             self._add_up([name for name in names if name in self._shards])
 
@@ -105,7 +115,7 @@ class ExactShards:
         Args:
             num_exchanges: so far.
         """
-        self.sums.settle(self._off_grid)
+        self.sums.settle(self.off_grid)
         self._add_up(list(self._shards))
         for name, apart in self._apart.items():
             held = self._gradient(name)
@@ -133,7 +143,7 @@ class ExactShards:
 
     def _add_up(self, names: Sequence[str]) -> None:
         """Takes what any worker keeps apart of some parameters. Collective."""
-        is_off = torch.tensor([name in self._off_grid for name in names], dtype=torch.int32)
+        is_off = torch.tensor([name in self.off_grid for name in names], dtype=torch.int32)
         is_off = self._comm.all_reduce(is_off.to(self._comm.device), "max")
         for name, flag in zip(names, is_off.tolist(), strict=True):
             if flag:
@@ -141,7 +151,7 @@ class ExactShards:
 
     def _add_up_one(self, name: str) -> None:
         p = self._shards[name]
-        own = self._off_grid.pop(name, None) or ReproducibleSum(p)
+        own = self.off_grid.pop(name, None) or ReproducibleSum(p)
         (of_all,) = sums_over_workers(self._comm, [own])
         part = of_all.part(tuple(map(slice, *bounds_of(p))))
         if name in self._apart:

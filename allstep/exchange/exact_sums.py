@@ -11,8 +11,9 @@ from allstep.comm import Communicator
 from allstep.comm.reproducible import ReproducibleSum
 from allstep.device import is_accelerator, read_scalars
 from allstep.errors import UsageError
-from allstep.exchange.buckets import BucketSet, has_form_of
+from allstep.exchange.buckets import has_form_of
 from allstep.exchange.grid import Grid, Unit
+from allstep.exchange.hooks import will_accumulate
 
 OffGrid = dict[str, ReproducibleSum]  # name -> a worker's gradients that did not fit
 
@@ -33,6 +34,7 @@ class ExactSums:
         self.grid = Grid()
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
         self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
+        self._rounded_calls: set[str] = set()  # divided parameters, whose `p.grad` is next
         self.num_completed = 0
 
     @staticmethod
@@ -98,6 +100,42 @@ class ExactSums:
         # With a graph for second derivatives the difference is taken off, which is exact.
         return new + (rounded - gradient) if new.requires_grad else rounded
 
+    def round_call(
+        self, off_grid: OffGrid, name: str, p: nn.Parameter, rank: int, new: Tensor
+    ) -> Tensor | None:
+        """What takes the place of the gradient of one worker's data in a call of a divided module.
+
+        Args:
+            off_grid, name, p, new: as for `round`.
+            rank: of the worker that the data is of.
+
+        Raises:
+            UsageError: if a part of the gradient was taken off before.
+        """
+        if not will_accumulate(p):
+            return None
+        if p._backward_hooks:
+            raise UsageError(
+                f"Parameter `{name}` has a hook, by `register_hook`, which comes after exact sums"
+                " have rounded its gradient: remove it, or put it on what an expert returns."
+            )
+        self._rounded_calls.add(name)
+        return self.round(off_grid, name, p, new, rank) if new.layout == torch.strided else None
+
+    def check_call(self, name: str) -> None:
+        """A gradient is about to be added to `p.grad` of a divided parameter.
+
+        Raises:
+            UsageError: if `round_call` has not seen it.
+        """
+        if name not in self._rounded_calls:
+            raise UsageError(
+                f"Parameter `{name}` got a gradient that no call of its layer has made, as by"
+                " reentrant checkpointing in an expert. With exact sums use `use_reentrant=False`,"
+                " and experts in their layer only."
+            )
+        self._rounded_calls.discard(name)
+
     def _round_unread(self, off_grid: OffGrid, name: str, new: Tensor, rank: int) -> Tensor | None:
         """Keeps the gradient until `settle`, one of each parameter and micro-batch at most."""
         if (name, rank) in self._unread:
@@ -137,7 +175,8 @@ class ExactSums:
 
     def follow(
         self,
-        buckets: BucketSet,
+        off_grid: OffGrid,
+        completed: Collection[str],
         summed: Mapping[str, nn.Parameter],
         divided: Mapping[str, nn.Parameter],
         num_exchanges: int,
@@ -145,14 +184,14 @@ class ExactSums:
         """After an exchange: the next units follow its sums.
 
         Args:
-            buckets: of the exchange, whose own sums are complete.
-            summed: name -> parameter that they have a sum for.
+            off_grid: what is left of parameters that only this worker has.
+            completed: parameters whose sums took a second message.
+            summed: name -> parameter whose sum all workers have, complete.
             divided: name -> parameter that only this worker has, whose sum is completed here.
             num_exchanges: so far.
         """
-        completed = buckets.completed or ()
         self.num_completed += bool(completed)
-        left = {*completed, *self._complete_divided(buckets.off_grid, divided)}
+        left = {*completed, *self._complete_divided(off_grid, divided)}
         of_all = {**summed, **divided}
         names = self.grid.names_to_look_at(num_exchanges, of_all, left)
         totals = {name: total for name in names if (total := of_all[name].grad) is not None}

@@ -14,17 +14,16 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import (
     Communicator,
+    DividedModules,
     StageModules,
-    divided_modules,
     divided_prefixes,
     fsdp_modules,
-    shards_of,
 )
 from allstep.errors import UsageError
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
 from allstep.exchange.fully_sharded_use import PartsInUse
-from allstep.exchange.hooks import ModuleHook, WeakHook, nothing
+from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook, nothing
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, Synchronous
 from allstep.torch_classes import is_dtensor
@@ -209,13 +208,21 @@ class FullyShardedExchange(PlainExchange):
         return replace(super().stats(), num_completed=num_completed)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {} if self._exact is None else self._exact.sums.state_dict()
-        return {**super().state_dict(), **own}
+        return {**super().state_dict(), **self._gather_exact_state()}
+
+    def _gather_exact_state(self) -> dict[str, Any]:
+        """What sums depend on, whole on rank 0. Collective where there are experts."""
+        if self._exact is None:
+            return {}
+        if not self.is_divided:
+            return self._exact.sums.state_dict()
+        return self._exact.sums.gather_state(self.comm, self.divided)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if self._exact is not None:
-            self._exact.sums.load_state_dict(state, self._parameters.fully_sharded)
+            own = {**self._parameters.fully_sharded, **self._not_sharded}
+            self._exact.sums.load_state_dict(state, own)
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -253,7 +260,7 @@ class FullyShardedExchange(PlainExchange):
         self._set_scale()
         if self._exact is not None:
             shards = self._parameters.fully_sharded
-            self._held.take(shards)
+            self._held.take({**shards, **self._not_sharded})
             self._exact.begin(shards, self.num_exchanges, num_micro_batches, num_passes)
 
     def _end_global_batch(self) -> None:
@@ -269,6 +276,36 @@ class FullyShardedExchange(PlainExchange):
         if self._exact is not None and self.batch.step is not None:
             self._exact.complete(self.num_exchanges)
         return super()._reduce()
+
+    @property
+    def _not_sharded(self) -> dict[str, nn.Parameter]:
+        """Experts' parameters, of which a lone worker has all."""
+        return {**self._parameters.trained, **self.divided}
+
+    def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
+        handles = super()._hook(name, p)
+        if self._exact is not None:
+            rounded = WeakHook(self._exact, ExactShards.round, name, p)
+            handles.append(AccumulationHook(p, rounded))
+        return handles
+
+    def _round_divided(
+        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
+    ) -> Tensor | None:
+        return None if self._exact is None else self._exact.round_call(name, p, rank, gradient)
+
+    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        if self._exact is not None and gradient is not None:
+            self._exact.check_call(name)
+        return super()._scale_divided(name, gradient)
+
+    def _sum_divided(self) -> None:
+        if self._exact is None or self.batch.step is None:
+            super()._sum_divided()
+        else:
+            off_grid = self._exact.off_grid
+            self._divided.sum_copies(off_grid)
+            self._exact.sums.follow(off_grid, (), {}, self._not_sharded, self.num_exchanges)
 
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)
@@ -301,15 +338,15 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
             " a model that it has sharded: use `Synchronous()`; with a mesh whose nodes have"
             " copies, `allstep.fsdp_hook` brings formats and staleness between them."
         )
-    if policy.wire_format.name == "exact":
-        _check_exact(model, stages)
     for module in modules.values():
         module.reshard()
-    own = divided_prefixes(model)
+    own, of_lone_worker = divided_prefixes(model), _experts_of_lone_worker(model, comm)
     parameters = {}
     for name, p in model.named_parameters():
         if name.startswith(own):
             _check_own(name, p)
+            continue
+        if name.startswith(of_lone_worker) and not is_dtensor(p):
             continue
         parameters[name] = p
         if not is_dtensor(p):
@@ -327,20 +364,6 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
     for name, p in parameters.items():
         assert is_dtensor(p)
         _check_mesh(name, p.device_mesh, ranks)
-
-
-def _check_exact(model: nn.Module, stages: Mapping[str, StageModules]) -> None:
-    """That FSDP2's sums are those of whole gradients of micro-batches."""
-    others = [
-        *(f"`{name}` is divided by tensor parallelism" for name in shards_of(model)),
-        *(f"`model.{name}` has stages" for name in stages),
-        *(f"`model.{name}` has experts" for name in divided_modules(model)),
-    ]
-    for other in others:
-        raise UsageError(
-            f"`policy` (=Synchronous(compression='exact')) is for models that FSDP2 alone divides,"
-            f" and {other}: leave `compression` out, or FSDP2."
-        )
 
 
 def _parameters_by_module(model: nn.Module) -> "list[tuple[FSDPModule, list[str]]]":
@@ -369,6 +392,13 @@ def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPMo
             f"`model.{other}` is not sharded by FSDP2, and other parts of `model` are: call"
             f" `fully_shard(stage, mesh=...)` on each of `model.{name}.values()`."
         )
+
+
+def _experts_of_lone_worker(model: nn.Module, comm: Communicator) -> tuple[str, ...]:
+    """What their names begin with; `fully_shard` may have left them out, as with more workers."""
+    if comm.size > 1:
+        return ()
+    return tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, DividedModules))
 
 
 def _check_own(name: str, p: nn.Parameter) -> None:

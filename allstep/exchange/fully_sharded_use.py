@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # imports what `torch.compiler.disable` does, but late
 
-from allstep.comm import Communicator, fsdp_modules
+from allstep.comm import Communicator, fsdp_modules, local_parameters
 from allstep.comm.agreement import agree
 from allstep.errors import UsageError
 from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook
@@ -45,6 +45,7 @@ class PartsInUse:
         self._comm = comm
         self._rounded = rounded
         self._modules = fsdp_modules(model)
+        self._sharded = {name for name, p in model.named_parameters() if is_dtensor(p)}
         self._hooks = []
         for name in self._modules:
             module = model.get_submodule(name)
@@ -119,19 +120,17 @@ class PartsInUse:
         if not self._has_begun:
             return
         self._calls.append(name or type(module).__name__)
-        for key, p in module.named_parameters(name):
-            if not p.requires_grad or p in self._hooks_of_whole:
+        for key, p in local_parameters(module, name).items():
+            is_gathered = key in self._sharded and not is_dtensor(p)
+            if not is_gathered or not p.requires_grad or p in self._hooks_of_whole:
                 continue
             hook = WeakHook(self, type(self)._note_gradient, key)
-            if not p.is_leaf:  # what tensor parallelism makes of it for one call
-                p.register_hook(hook)  # type: ignore[no-untyped-call]
-            elif not is_dtensor(p):
-                handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooks_of_whole[p] = [handle]
-                if self._rounded is not None:
-                    _check_can_be_exact(key, p)
-                    rounded = partial(self._rounded, key, p)
-                    self._hooks_of_whole[p].append(AccumulationHook(p, rounded))
+            handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._hooks_of_whole[p] = [handle]
+            if self._rounded is not None:
+                _check_can_be_exact(key, p)
+                rounded = partial(self._rounded, key, p)
+                self._hooks_of_whole[p].append(AccumulationHook(p, rounded))
 
     def _note_gradient(self, name: str, _: Tensor) -> None:
         self._used_in_pass.add(name)

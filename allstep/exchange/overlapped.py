@@ -1,7 +1,7 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.comparison import BucketComparison
 from allstep.exchange.exact_sums import ExactSums
 from allstep.exchange.exchange import Exchange
-from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, will_accumulate
+from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
 from allstep.exchange.piggyback import reads_late
@@ -79,7 +79,6 @@ class OverlappedExchange(Exchange):
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
         self._held = HeldGradients()
-        self._rounded_calls: set[str] = set()  # parameters only here, whose `p.grad` is next
         self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
         self._has_residuals = False
@@ -235,6 +234,14 @@ class OverlappedExchange(Exchange):
         self._failure = self._failure or message
         self._missing = []
 
+    @contextmanager
+    def _telling_all(self) -> Iterator[None]:
+        """Around what may be wrong with this worker's gradients, by `_fail`."""
+        try:
+            yield
+        except UsageError as error:
+            self._fail(str(error))
+
     def _forget_aborted_pass(self) -> None:
         """One that ended with an exception; what it has sent cannot be taken back."""
         if self._buckets.works:
@@ -292,11 +299,9 @@ class OverlappedExchange(Exchange):
 
     def _fill(self, index: int) -> None:
         """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
-        try:
+        with self._telling_all():
             trained, scale = self._parameters.trained, self.batch.scale
             self._buckets.fill(index, trained, self._touched, scale)
-        except UsageError as error:
-            self._fail(str(error))
 
     # -- exact sums ------------------------------------------------------------------------------
 
@@ -320,37 +325,27 @@ class OverlappedExchange(Exchange):
         off_grid = self._buckets.off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
-    def _round(
-        self, name: str, p: nn.Parameter, new: Tensor | None, rank: int = 0
-    ) -> Tensor | None:
+    def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
         """What is to be added to `p.grad`; None for the gradient as it is."""
         if new is None or new.layout != torch.strided or self._rounder is None:
             return None
         buckets = self._buckets
         view = buckets.views[name] if name in self._plan.large else None
-        return self._rounder.round(buckets.off_grid, name, p, new, rank, view)
+        return self._rounder.round(buckets.off_grid, name, p, new, view=view)
 
     def _round_divided(
         self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
     ) -> Tensor | None:
-        if not will_accumulate(p):
-            return None
-        if p._backward_hooks:  # a part of the gradient has been taken off before
-            self._fail(
-                f"Parameter `{name}` has a hook, by `register_hook`, which comes after exact sums"
-                " have rounded its gradient: remove it, or put it on what an expert returns."
-            )
-        self._rounded_calls.add(name)
-        return self._round(name, p, gradient, rank)
+        rounded = None
+        if self._rounder is not None:
+            with self._telling_all():
+                rounded = self._rounder.round_call(self._buckets.off_grid, name, p, rank, gradient)
+        return rounded
 
     def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        if self._rounder is not None and gradient is not None and name not in self._rounded_calls:
-            self._fail(
-                f"Parameter `{name}` got a gradient that no call of its layer has made, as by"
-                " reentrant checkpointing in an expert. With exact sums use `use_reentrant=False`,"
-                " and experts in their layer only."
-            )
-        self._rounded_calls.discard(name)
+        if self._rounder is not None and gradient is not None:
+            with self._telling_all():
+                self._rounder.check_call(name)
         return super()._scale_divided(name, gradient)
 
     def _sum_copies(self, buckets: BucketSet) -> None:
@@ -364,7 +359,9 @@ class OverlappedExchange(Exchange):
     ) -> None:
         """The sums are there, but for what was off the grid of what only this worker has."""
         if self._rounder is not None:
-            self._rounder.follow(buckets, summed, self.divided, self.num_exchanges)
+            completed = buckets.completed or ()
+            rounder, number = self._rounder, self.num_exchanges
+            rounder.follow(buckets.off_grid, completed, summed, self.divided, number)
         self._divide_sums(summed.values(), divisor)
 
     def _gather_exact_state(self) -> dict[str, Any]:

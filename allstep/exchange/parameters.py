@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from allstep.comm import divided_modules, divided_prefixes, fsdp_modules
 from allstep.exchange.attachable import check_module, check_tensor
+from allstep.torch_classes import is_dtensor
 
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
@@ -94,7 +95,7 @@ class ParameterSet(Snapshot):
 
     Attributes:
         trained: name -> parameter that requires a gradient and has a shape.
-        fully_sharded: name -> this worker's shard of all that FSDP2 has sharded, frozen or not.
+        fully_sharded: name -> this worker's shard of what FSDP2 has sharded, frozen or not.
         tensors: name -> parameter or buffer that has a shape.
         modules: all modules.
     """
@@ -122,9 +123,10 @@ class ParameterSet(Snapshot):
             name: p for name, p in self._model.named_parameters() if not name.startswith(prefixes)
         }
         self._ids = set(map(id, parameters.values()))
-        self.fully_sharded = parameters if is_fully_sharded else {}
-        if is_fully_sharded:
-            parameters = {}
+        self.fully_sharded: dict[str, nn.Parameter] = {}
+        if is_fully_sharded:  # but for the experts of a lone worker
+            sharded = [name for name, p in parameters.items() if is_dtensor(p)]
+            self.fully_sharded = {name: parameters.pop(name) for name in sharded}
         buffers = {
             name: b for name, b in self._model.named_buffers() if not name.startswith(prefixes)
         }

@@ -56,22 +56,23 @@ class PartGradients:
         Everything is a part along the axis of stages, of a pipeline or a chain.
         """
         trained = list(self.by_name.values())
-        if not (self.workers or self._is_exact):
+        own, exchanged = self._divided.by_name, self._parameters.trained
+        kinds = [x for x in (exchanged, self._parameters.fully_sharded) if x] or [exchanged]
+        if len(kinds) == 1 and not (self.workers or self._is_exact):
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
-        exchanged = {**self._parameters.trained, **self._parameters.fully_sharded}
-        total = self._square_of_whole(exchanged)
+        total = torch.stack([self._square_of_whole(some) for some in kinds]).sum(0)
         if self._divided.has_modules:
-            own, copies = self._square_of_whole(self._divided.by_name), self._divided.copies
+            square, copies = self._square_of_whole(own), self._divided.copies
             if copies is not None and copies.rank > 0:
-                own.zero_()  # the first copy's counts
-            total = total + self._comm.all_reduce(own)
+                square.zero_()  # the first copy's counts
+            total = total + self._comm.all_reduce(square)
         for comm in self._along_stages:
             total = comm.all_reduce(total)
         if self._is_exact:
             total = sum_of_digits(carried(total))
         dtype = next((p.grad.dtype for p in trained if p.grad is not None), torch.float32)
         norm = total.sqrt().to(dtype)
-        for some in (exchanged, self._divided.by_name):  # DTensors and others don't mix
+        for some in (*kinds, own):  # DTensors and others don't mix
             nn.utils.clip_grads_with_norm_(some.values(), max_norm, norm)
         self.note_global()
         return norm
@@ -84,7 +85,8 @@ class PartGradients:
         """
         if not scaler.is_enabled():
             return
-        if self._parameters.fully_sharded and self._divided.has_modules:
+        has_experts = self._divided.has_modules or bool(self._parameters.trained)
+        if self._parameters.fully_sharded and has_experts:
             raise UsageError(
                 "`scaler` is enabled, and torch's takes no shards of FSDP2 together with experts:"
                 " take `enabled=False`, and bfloat16 in place of float16."

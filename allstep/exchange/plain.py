@@ -44,10 +44,14 @@ class PlainExchange(Exchange):
             self.comm.all_reduce(gradients)
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
-        self._divided.sum_copies({})
+        self._sum_divided()
         self._exchange_s += perf_counter() - start_s
         self._divide_sums((trained[name] for name in names), self.batch.agree_on_divisor())
         return {name: trained[name] for name in names}
+
+    def _sum_divided(self) -> None:
+        """Of parameters that only this worker has, and maybe copies."""
+        self._divided.sum_copies({})
 
     def _agree_on_parameters(self) -> list[str]:
         """The parameters that any worker has a new gradient for, in the model's order."""

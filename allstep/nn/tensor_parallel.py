@@ -108,7 +108,7 @@ class _LocalShards(ShardHook):
             for placement in p.placements
             if isinstance(placement, placement_types.Shard)
         }
-        self._kept: dict[str, nn.Parameter | None] = {}
+        self.local: dict[str, nn.Parameter] = {}
         for name, p in divided.items():
             module._parameters[name] = nn.Parameter(
                 p.to_local().detach(), requires_grad=p.requires_grad
@@ -123,8 +123,9 @@ class _LocalShards(ShardHook):
         from torch.distributed.tensor import DTensor
 
         for name, layout in self._layouts.items():
-            p = self._kept[name] = module._parameters[name]
+            p = module._parameters[name]
             assert p is not None
+            self.local[name] = p
             if name in self.shards:  # a copy has lost it, and so has what was loaded in its place
                 p.shard_group = self.shards[name].comm  # type: ignore[attr-defined]
             # On the way back the gradient is laid out as the parameter is.
@@ -132,8 +133,8 @@ class _LocalShards(ShardHook):
             module._parameters[name] = divided
 
     def _give_back(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        module._parameters.update(self._kept)
-        self._kept.clear()
+        module._parameters.update(self.local)
+        self.local.clear()
 
 
 def _check_convolution(which: str, convolution: _ConvNd, inputs: tuple[Any, ...]) -> None:

@@ -141,8 +141,8 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             measure, move = self._measure_gradients, self._move_by_gradients
         leaves = [leaf for batch in stage for leaf in batch.leaves]
         sums = _joined([measure(batch) for batch in stage])
-        reduce_over_shards(sums, leaves, "max" if self._norm == "linf" else "sum")
         self._add_up_exactly(sums, stage, leaves)
+        reduce_over_shards(sums, leaves, "max" if self._norm == "linf" else "sum")
         if self.nonfinite == "raise" and any(map(self._shows_later, leaves)):
             self._tolerates(leaves, [not math.isfinite(x) for x in sums[1].tolist()])
         if self._on_gradient:
@@ -154,7 +154,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
                 move(batch, scales_of_batch)
 
     def _add_up_exactly(self, sums: Tensor, stage: list[Batch], leaves: list[Leaf]) -> None:
-        """Sums that don't depend on where FSDP2 has cut parameters, if its exchange is exact."""
+        """Makes sums of parts such that don't depend on where FSDP2 has cut, if they are exact."""
         chosen = [index for index, leaf in enumerate(leaves) if leaf.exact_squares is not None]
         adder = leaves[chosen[0]].exact_squares if chosen else None
         if adder is None or self._norm == "linf":

@@ -214,14 +214,16 @@ def reduce_over_shards(columns: Tensor, leaves: Sequence[Leaf], op: Literal["sum
     that are DTensors, or have a `ShardGroup`.
 
     Args:
-        columns: shape (rows, leaves); finished for leaves that are whole.
+        columns: shape (rows, leaves); finished for leaves that are whole. A "sum" is finished over
+            FSDP2's workers, where it is of exact squares.
         leaves: the same on all workers.
         op: how the parts combine; a "max" of something that holds NaN is inf.
     """
     members: dict[dist.ProcessGroup | ShardGroup, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if leaf.is_sharded:
-            for group in _shard_groups(leaf.parameter):
+            is_added_up = op == "sum" and leaf.exact_squares is not None
+            for group in _shard_groups(leaf.parameter, with_mesh=not is_added_up):
                 members.setdefault(group, []).append(index)
     for group, indices in members.items():
         chosen = tensor_on(columns.device, indices)
@@ -241,10 +243,12 @@ def _all_reduce(
     return x
 
 
-def _shard_groups(parameter: Tensor) -> Sequence[dist.ProcessGroup | ShardGroup]:
-    """The workers along which a parameter is cut, a DTensor's in the mesh's order."""
+def _shard_groups(
+    parameter: Tensor, *, with_mesh: bool = True
+) -> Sequence[dist.ProcessGroup | ShardGroup]:
+    """The workers along which a parameter is cut, a DTensor's in the order of its mesh first."""
     groups: list[dist.ProcessGroup | ShardGroup] = []
-    if is_dtensor(parameter):
+    if with_mesh and is_dtensor(parameter):
         groups += [
             parameter.device_mesh.get_group(dim)
             for dim, placement in enumerate(parameter.placements)

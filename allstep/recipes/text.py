@@ -201,12 +201,6 @@ class Text(TokenRecipe):
                 f"`compression` (={self.compression!r}) is for a model that FSDP2 has not sharded,"
                 f" and {reason}; leave one of them out."
             )
-        is_alone = self.copy_size == 1 and self.experts is None
-        if self.compression == "exact" and not is_alone:
-            raise UsageError(
-                "`compression` (='exact') beside `shard` is for models that FSDP2 alone divides;"
-                " leave out `tensor_parallel`, `pipeline` and `experts`, or one of the two."
-            )
         allstep.train.check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:

@@ -22,14 +22,17 @@ from allstep.exchange.fully_sharded import CollectivePasses
 from allstep.nn import tensor_parallel
 from allstep.torch_classes import local_part
 from tests.exchange.nets import assert_same, differs
+from tests.helpers.compare import differing_names
 from tests.helpers.divided import run_epochs, whole_state
 from tests.helpers.messages import check_messages
 from tests.helpers.processes import run_processes
+from tests.helpers.versions import needs_torch_2_13
 
 pytestmark = pytest.mark.process
 
 PLAN = {"3": ColwiseParallel(), "5": RowwiseParallel()}
 LAMB = allstep.optim.LAMB
+EXACT = allstep.Synchronous(compression="exact")
 
 
 def make_model() -> nn.Sequential:
@@ -58,7 +61,8 @@ def divided(comm: Communicator, kind: str) -> tuple[nn.Module, Communicator]:
 
     Args:
         comm: all workers.
-        kind: data x tensor, copies x shards x tensor, or "hybrid", copies x shards.
+        kind: data x tensor, copies x shards x tensor, "hybrid", copies x shards, or "whole x 2",
+            tensor without FSDP2.
     """
     model = make_model()
     if comm.size == 1:
@@ -66,6 +70,9 @@ def divided(comm: Communicator, kind: str) -> tuple[nn.Module, Communicator]:
     if kind == "hybrid":
         mesh = comm.mesh(replicate=2, shard=comm.size // 2)
         return shard(model, mesh.device_mesh()), comm
+    if kind == "whole x 2":
+        mesh = comm.mesh(data=1, tensor=2)
+        return tensor_parallel(model, mesh, PLAN), mesh["data"]
     *lengths, num_tensor = map(int, kind.split(" x "))
     mesh = comm.mesh(data=math.prod(lengths), tensor=num_tensor)
     tensor_parallel(model, mesh, PLAN)
@@ -94,6 +101,7 @@ def train(
     comm: Communicator,
     kind: str,
     *,
+    policy: allstep.ExchangePolicy | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     num_epochs: int = 1,
     has_weights: bool = False,
@@ -107,7 +115,7 @@ def train(
     With a scaler one shard's gradient overflows in the second step, also in its copies.
     """
     model, data = divided(comm, kind)
-    exchange = allstep.attach(model, data)
+    exchange = allstep.attach(model, data, policy)
     if comm.size > 1:
         spoil(model)
     update = optimizer(model.parameters(), lr=0.02)
@@ -212,6 +220,41 @@ def check_mesh(
             assert differs(found["parts"], one["lamb"], by=1e-4)
         if kind != "1 x 2":
             assert differs(found["torch"], one["torch"], by=1e-6)
+
+
+# -- exact sums --------------------------------------------------------------------------------
+
+
+def train_exactly(comm: Communicator, kind: str) -> dict[str, dict[str, Tensor]]:
+    """AdamW, clipped, and LAMB; the control is without exact sums."""
+    run = partial(train, comm, kind, policy=EXACT)
+    return {
+        "adamw": run(),
+        "lamb": run(optimizer=partial(LAMB, weight_decay=0.1), has_weights=True),
+        "fp32": train(comm, kind),
+    }
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("2 x 2", 4),
+        pytest.param("3 x 2", 6, marks=pytest.mark.slow),
+        pytest.param("2 x 2 x 2", 8, marks=pytest.mark.long),
+    ],
+)
+def test_exact_sums_depend_on_the_tensor_axis_alone(kind: str, size: int) -> None:
+    """Also of layers that FSDP2 shards by themselves; whole ones have the bits of shards."""
+    torch.set_num_threads(1)
+    whole, _ = run_processes(2, train_exactly, "whole x 2")
+    alone, _ = run_processes(2, train_exactly, "1 x 2")
+    for found in run_processes(size, train_exactly, kind, timeout_s=200):
+        for name in ("adamw", "lamb"):
+            assert not differing_names(found[name], alone[name])
+            assert_same(found[name], whole[name])
+        assert not differing_names(found["adamw"], whole["adamw"])
+        assert differing_names(found["fp32"], alone["fp32"])
 
 
 # -- checkpoints -------------------------------------------------------------------------------

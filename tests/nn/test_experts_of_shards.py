@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -97,7 +98,7 @@ def train(
     model, data = Routed(mesh["data"]), mesh["data"]
     if num_tensor > 1:
         divide(model, mesh)
-    if data.size > 1:
+    if dist.is_initialized():
         shard(model, mesh)
     exchange = allstep.attach(model, data, policy)
     spoil(model)

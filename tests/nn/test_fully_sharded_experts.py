@@ -15,11 +15,13 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts
+from tests.helpers.compare import differing_names
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 from tests.helpers.versions import needs_torch_2_13
 from tests.nn.test_experts_of_shards import (
     CONTROLS,
+    EXACT,
     Routed,
     State,
     by_sgd,
@@ -81,6 +83,39 @@ def test_sharded_model_with_experts_is_that_of_one_worker(
             assert difference(found[name], state) < 1e-10, name
         for name in CONTROLS:
             assert difference(found[name], of_sgd) > 1e-6, name
+
+
+def exactly(comm: Communicator, num_tensor: int, num_copies: int = 1) -> list[State]:
+    """Clipped AdamW, LAMB on sums with weights, short steps; and float sums."""
+    run = partial(shortly, comm, num_tensor, shard=partial(shard, num_copies=num_copies))
+    exact = partial(run, policy=EXACT)
+    return [exact(), exact(kind=allstep.optim.LAMB, weighs=True), exact(num=42), run()]
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize(
+    ("size", "num_tensor", "num_copies"),
+    [
+        (2, 1, 1),
+        pytest.param(4, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, marks=pytest.mark.slow),
+        pytest.param(8, 2, 2, marks=pytest.mark.long),
+    ],
+)
+def test_exact_sums_have_the_bits_of_one_worker(
+    size: int, num_tensor: int, num_copies: int
+) -> None:
+    """With layers divided along `tensor`, those of the workers that divide them alone."""
+    expected = run_processes(num_tensor, exactly, num_tensor, timeout_s=200)
+    for rank, found in enumerate(
+        run_processes(size, exactly, num_tensor, num_copies, timeout_s=400)
+    ):
+        *exact, of_floats = [
+            differing_names(state, {name: of_one[name] for name in state})  # it has all experts
+            for state, of_one in zip(found, expected[rank % num_tensor], strict=True)
+        ]
+        assert exact == [[], [], []]
+        assert of_floats
 
 
 def kept(comm: Communicator, num_tensor: int, run_dir: Path, num_epochs: int) -> State:

@@ -23,6 +23,7 @@ from tests.nn.test_pipeline import (
     Trained,
     assert_other,
     assert_same,
+    assert_same_bits,
     counted_error,
     counts_of,
     inputs_of,
@@ -36,6 +37,7 @@ from tests.nn.test_pipeline import (
 pytestmark = pytest.mark.process
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
+EXACT = allstep.Synchronous(compression="exact")
 
 
 class Forgetful(Pipeline):
@@ -125,6 +127,36 @@ def test_sharded_stages_are_the_same_model(size: int, num_data: int) -> None:
         expected = expected_of(options)
         for of_worker in found:
             assert_same(of_worker[name], expected)
+
+
+def exactly(comm: Communicator, num_data: int) -> list[Trained]:
+    """Clipped means, sums with weights; and float sums."""
+    run = partial(trained, comm, num_data, "interleaved", num=38)
+    return [
+        run(policy=EXACT, clip_norm=0.3),
+        run(policy=EXACT, weighed=True),
+        run(),
+    ]
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize(
+    ("size", "num_data"),
+    [
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        pytest.param(6, 3, marks=pytest.mark.long),
+    ],
+)
+def test_exact_sums_of_sharded_stages_have_the_bits_of_one_worker(size: int, num_data: int) -> None:
+    (expected,) = run_processes(1, exactly, 1)
+    for found in run_processes(size, exactly, num_data, timeout_s=240):
+        *exact, of_floats = zip(found, expected, strict=True)
+        for of_worker, of_one in exact:
+            assert_same_bits(of_worker, of_one)
+            assert of_one.num_completed > 0
+        with pytest.raises(AssertionError):
+            assert_same_bits(*of_floats)
 
 
 def controls(comm: Communicator) -> dict[str, Trained]:
