@@ -1,7 +1,7 @@
 """Parts of a model that only some workers have, as seen by what exchanges gradients."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -204,22 +204,22 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
     return {
         f"{prefix}.{name}" if prefix else name: shard
         for prefix, module in model.named_modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, ShardHook)
+        for hook in _shard_hooks(module)
         for name, shard in hook.shards.items()
     }
 
 
-def local_parameters(module: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
-    """name -> parameter, as `named_parameters`, which in a call has others in place of shards."""
-    found: dict[str, nn.Parameter] = {}
-    for path, each in module.named_modules(prefix=prefix):
-        own = {name: p for name, p in each._parameters.items() if p is not None}
-        for hook in each._forward_pre_hooks.values():
-            if isinstance(hook, ShardHook):
-                own.update(hook.local)
-        found.update((f"{path}.{name}" if path else name, p) for name, p in own.items())
+def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """name -> parameter of the module itself, also in a call that has others in place of shards."""
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    for hook in _shard_hooks(module):
+        found.update(hook.local)
     return found
+
+
+def _shard_hooks(module: nn.Module) -> list[ShardHook]:
+    hooks: Iterable[object] = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, ShardHook)]
 
 
 def fsdp_modules(model: nn.Module) -> "dict[str, FSDPModule]":

@@ -22,7 +22,7 @@ from allstep.comm import (
 from allstep.errors import UsageError
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
-from allstep.exchange.fully_sharded_use import PartsInUse
+from allstep.exchange.fully_sharded_use import PartsInUse, members_by_module
 from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook, nothing
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, Synchronous
@@ -86,8 +86,10 @@ class CollectivePasses:
         register = partial(model.register_forward_pre_hook, with_kwargs=True)
         self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
         if exact is not None:
-            for module, names in _parameters_by_module(model):
-                module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_early, names))
+            for name, members in members_by_module(model).items():
+                names = [prefix + own for prefix, each in members for own in each._parameters]
+                hook = WeakHook(exact, ExactShards.add_up_early, names)
+                fsdp_modules(model)[name].set_all_reduce_hook(hook)
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
@@ -364,16 +366,6 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
     for name, p in parameters.items():
         assert is_dtensor(p)
         _check_mesh(name, p.device_mesh, ranks)
-
-
-def _parameters_by_module(model: nn.Module) -> "list[tuple[FSDPModule, list[str]]]":
-    """The modules that FSDP2 sums the gradients of, with the names of their parameters."""
-    modules = fsdp_modules(model)
-    names: dict[str, list[str]] = {name: [] for name in modules}
-    for name, _ in model.named_parameters():
-        around = (each for each in modules if name.startswith(f"{each}." if each else ""))
-        names[max(around, key=len)].append(name)
-    return [(module, names[name]) for name, module in modules.items()]
 
 
 def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPModule]") -> None:

@@ -45,6 +45,7 @@ class PartsInUse:
         self._comm = comm
         self._rounded = rounded
         self._modules = fsdp_modules(model)
+        self._members = members_by_module(model)
         self._sharded = {name for name, p in model.named_parameters() if is_dtensor(p)}
         self._hooks = []
         for name in self._modules:
@@ -120,20 +121,39 @@ class PartsInUse:
         if not self._has_begun:
             return
         self._calls.append(name or type(module).__name__)
-        for key, p in local_parameters(module, name).items():
-            is_gathered = key in self._sharded and not is_dtensor(p)
-            if not is_gathered or not p.requires_grad or p in self._hooks_of_whole:
-                continue
-            hook = WeakHook(self, type(self)._note_gradient, key)
-            handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._hooks_of_whole[p] = [handle]
-            if self._rounded is not None:
-                _check_can_be_exact(key, p)
-                rounded = partial(self._rounded, key, p)
-                self._hooks_of_whole[p].append(AccumulationHook(p, rounded))
+        for prefix, member in self._members[name]:
+            for own_name, p in local_parameters(member).items():
+                if p.requires_grad and p not in self._hooks_of_whole:
+                    self._hook_whole(prefix + own_name, p)
+
+    def _hook_whole(self, name: str, p: nn.Parameter) -> None:
+        """Notes the gradients of a gathered parameter, and rounds them."""
+        if name not in self._sharded or is_dtensor(p):  # a lone worker's expert, a shard as it is
+            return
+        hook = WeakHook(self, type(self)._note_gradient, name)
+        handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._hooks_of_whole[p] = [handle]
+        if self._rounded is not None:
+            _check_can_be_exact(name, p)
+            rounded = partial(self._rounded, name, p)
+            self._hooks_of_whole[p].append(AccumulationHook(p, rounded))
 
     def _note_gradient(self, name: str, _: Tensor) -> None:
         self._used_in_pass.add(name)
+
+
+def members_by_module(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """name -> the modules whose parameters FSDP2 gathers together, of each it was called on.
+
+    Each is given with what the names of its parameters begin with.
+    """
+    members: dict[str, list[tuple[str, nn.Module]]] = {name: [] for name in fsdp_modules(model)}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        around = [name for name in members if prefix.startswith(f"{name}." if name else "")]
+        if around:
+            members[max(around, key=len)].append((prefix, module))
+    return members
 
 
 def _check_can_be_exact(name: str, whole: nn.Parameter) -> None:
