@@ -35,7 +35,7 @@ def own_exchange(exchange: Exchange, state: State) -> State:
     parts: list[State] = state.get("parts", [state])
     own = set(exchange.trained)
     same = [part for part in parts if own == set(chain.from_iterable(part.get("buckets") or ()))]
-    if same:
+    if own and same:  # what FSDP2 sums is in no bucket
         return _at_place(same, sharing_workers(exchange.shards))
     if len(parts) == 1 and not parts_along_axes(exchange.model):
         return parts[0]

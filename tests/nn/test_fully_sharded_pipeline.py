@@ -1,8 +1,10 @@
 """Stages of a pipeline that FSDP2 shards over the copies: the model of one process."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import allstep
 from allstep import Communicator
 from allstep.comm import fsdp_modules
 from allstep.nn import Chain, ChainPart, Pipeline
+from tests.helpers.compare import differing_names
 from tests.helpers.divided import whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
@@ -27,6 +30,7 @@ from tests.nn.test_pipeline import (
     counted_error,
     counts_of,
     inputs_of,
+    keep,
     makers,
     mean_error,
     plainly,
@@ -157,6 +161,27 @@ def test_exact_sums_of_sharded_stages_have_the_bits_of_one_worker(size: int, num
             assert of_one.num_completed > 0
         with pytest.raises(AssertionError):
             assert_same_bits(*of_floats)
+
+
+def kept(
+    comm: Communicator, num_data: int, run_dir: Path, stops_after: int | None
+) -> dict[str, Tensor]:
+    model, data = make(comm, num_data, "1f1b", makers())
+    keep(model, data, run_dir, stops_after, EXACT)
+    return whole_state(model)
+
+
+@needs_torch_2_13
+@pytest.mark.slow
+def test_exact_sums_of_sharded_stages_go_on_where_these_lie_otherwise(tmp_path: Path) -> None:
+    """With the units of 2 x 2 (data x pipeline), of which each worker had those of its stages."""
+    (expected,) = run_processes(1, kept, 1, tmp_path / "straight", None)
+    run_processes(4, kept, 2, tmp_path / "run", 1)
+    for size, num_data in ((2, 2), (2, 1), (4, 2)):
+        folder = tmp_path / f"{size}-{num_data}"
+        shutil.copytree(tmp_path / "run", folder)
+        for state in run_processes(size, kept, num_data, folder, None):
+            assert not differing_names(state, {name: expected[name] for name in state})
 
 
 def controls(comm: Communicator) -> dict[str, Trained]:
