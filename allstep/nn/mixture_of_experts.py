@@ -169,7 +169,8 @@ class MixtureOfExperts(nn.Module):
         if self._is_serving:
             none = x.reshape(-1, self.in_features)[:0]
             # FSDP2 sums the router's gradient over all workers, or over none.
-            zero = self._serve(none) + self.router(none).sum()
+            zero = self.router(none).sum()  # first, as for tokens: FSDP2 may shard it by itself
+            zero = zero + self._serve(none)
             return x + zero, 1 + zero
         tokens = x.reshape(-1, self.in_features)
         logits = self.router(tokens)

@@ -45,6 +45,12 @@ def shard(model: Routed, mesh: Mesh[Communicator], num_copies: int = 1) -> None:
         fully_shard(module, mesh=along_data, ignored_params=own)
 
 
+def shard_router(model: Routed, mesh: Mesh[Communicator]) -> None:
+    """The router for itself, too."""
+    fully_shard(model.mixture.router, mesh=mesh.device_mesh()["data"])
+    shard(model, mesh)
+
+
 VARIANTS: dict[str, Callable[..., State]] = {
     "adamw": train,
     "short": partial(shortly, num=42),  # an epoch's last global batch leaves workers without any
@@ -83,6 +89,15 @@ def test_sharded_model_with_experts_is_that_of_one_worker(
             assert difference(found[name], state) < 1e-10, name
         for name in CONTROLS:
             assert difference(found[name], of_sgd) > 1e-6, name
+
+
+@needs_torch_2_13
+def test_a_router_that_is_sharded_by_itself() -> None:
+    """Also where a worker without a micro-batch only serves the others' tokens."""
+    run = partial(shortly, num=42)
+    expected = run(Communicator.single_process(), 1)
+    for found in run_processes(2, partial(run, shard=shard_router), 1):
+        assert difference(found, expected) < 1e-10
 
 
 def exactly(comm: Communicator, num_tensor: int, num_copies: int = 1) -> list[State]:
