@@ -62,7 +62,6 @@ class ExactShards:
             num_passes: the same.
         """
         self._shards = {name: p for name, p in shards.items() if p.requires_grad}
-        self.sums.refuse_complex(self._shards)
         self.sums.begin(self.off_grid, num_micro_batches, num_passes)
         self._apart.clear()
         self._is_early = num_exchanges < LOOK_ALWAYS

@@ -88,6 +88,7 @@ class Exchange(ABC):
         self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
+        self._failure: str | None = None  # what this worker tells the others at the end
         self._is_left_out = False
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
         self._hooks = ModelHooks(self, model, self._warn_if_local)
@@ -639,6 +640,18 @@ class Exchange(ABC):
                     " the model's own forward, so that its values were never made equal."
                     " Call `exchange.sync_parameters()` on every worker after adding it."
                 )
+
+    def _fail(self, message: str) -> None:
+        """This worker can't take part; the others learn it at the end of the exchange."""
+        self._failure = self._failure or message
+
+    @contextmanager
+    def _telling_all(self) -> Iterator[None]:
+        """Around what may be wrong with this worker's gradients, by `_fail`."""
+        try:
+            yield
+        except UsageError as error:
+            self._fail(str(error))
 
     def _stop_all(self, message: str) -> NoReturn:
         """Raises here, and on the workers that wait in an exchange. Collective."""

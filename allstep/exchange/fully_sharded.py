@@ -22,6 +22,7 @@ from allstep.comm import (
 from allstep.errors import UsageError
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
+from allstep.exchange.exact_sums import ExactSums
 from allstep.exchange.fully_sharded_use import PartsInUse, members_by_module
 from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook, nothing
 from allstep.exchange.plain import PlainExchange
@@ -262,7 +263,9 @@ class FullyShardedExchange(PlainExchange):
         self._set_scale()
         if self._exact is not None:
             shards = self._parameters.fully_sharded
-            self._held.take({**shards, **self._not_sharded})
+            parameters = {**shards, **self._not_sharded}
+            ExactSums.refuse_complex({n: p for n, p in parameters.items() if p.requires_grad})
+            self._held.take(parameters)
             self._exact.begin(shards, self.num_exchanges, num_micro_batches, num_passes)
 
     def _end_global_batch(self) -> None:
@@ -277,6 +280,9 @@ class FullyShardedExchange(PlainExchange):
     def _reduce(self) -> Mapping[str, nn.Parameter]:
         if self._exact is not None and self.batch.step is not None:
             self._exact.complete(self.num_exchanges)
+        if (failure := self._failure) is not None:
+            self._failure = None
+            self._stop_all(failure)
         return super()._reduce()
 
     @property
@@ -294,11 +300,16 @@ class FullyShardedExchange(PlainExchange):
     def _round_divided(
         self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
     ) -> Tensor | None:
-        return None if self._exact is None else self._exact.round_call(name, p, rank, gradient)
+        rounded = None
+        if self._exact is not None:
+            with self._telling_all():
+                rounded = self._exact.round_call(name, p, rank, gradient)
+        return rounded
 
     def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
         if self._exact is not None and gradient is not None:
-            self._exact.check_call(name)
+            with self._telling_all():
+                self._exact.check_call(name)
         return super()._scale_divided(name, gradient)
 
     def _sum_divided(self) -> None:

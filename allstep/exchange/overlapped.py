@@ -1,7 +1,7 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.errors import AllstepError, CheckpointError, UsageError
+from allstep.errors import AllstepError, CheckpointError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.carry_over import HeldGradients
@@ -79,7 +79,6 @@ class OverlappedExchange(Exchange):
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
         self._held = HeldGradients()
-        self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
         self._has_residuals = False
         self._pass_start_s = 0.0
@@ -230,17 +229,8 @@ class OverlappedExchange(Exchange):
             self._missing = [len(layout.names) for layout in self._plan.layouts]
 
     def _fail(self, message: str) -> None:
-        """This worker can't take part; the others learn it at the end of the exchange."""
-        self._failure = self._failure or message
+        super()._fail(message)
         self._missing = []
-
-    @contextmanager
-    def _telling_all(self) -> Iterator[None]:
-        """Around what may be wrong with this worker's gradients, by `_fail`."""
-        try:
-            yield
-        except UsageError as error:
-            self._fail(str(error))
 
     def _forget_aborted_pass(self) -> None:
         """One that ended with an exception; what it has sent cannot be taken back."""

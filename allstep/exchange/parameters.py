@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from allstep.comm import divided_modules, divided_prefixes, fsdp_modules
+from allstep.comm import DividedModules, divided_modules, divided_prefixes, fsdp_modules
 from allstep.exchange.attachable import check_module, check_tensor
 from allstep.torch_classes import is_dtensor
 
@@ -104,6 +104,7 @@ class ParameterSet(Snapshot):
         self._model = model
         self.trained: dict[str, nn.Parameter] = {}
         self.tensors: dict[str, Tensor] = {}
+        self._left_out = _left_out_of_shards(model)
         self.refresh()
 
     def refresh(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
@@ -117,15 +118,16 @@ class ParameterSet(Snapshot):
         own = {m for divided in divided_modules(self._model).values() for m in divided.modules()}
         self.modules = tuple(module for module in self._model.modules() if module not in own)
         is_fully_sharded = bool(fsdp_modules(self._model))
-        self.note(() if is_fully_sharded else self.modules)
+        self.note(self._left_out if is_fully_sharded else self.modules)
         prefixes = divided_prefixes(self._model)
         parameters = {
             name: p for name, p in self._model.named_parameters() if not name.startswith(prefixes)
         }
         self._ids = set(map(id, parameters.values()))
         self.fully_sharded: dict[str, nn.Parameter] = {}
-        if is_fully_sharded:  # but for the experts of a lone worker
-            sharded = [name for name, p in parameters.items() if is_dtensor(p)]
+        if is_fully_sharded:
+            left_out = {id(p) for module in self._left_out for p in module._parameters.values()}
+            sharded = [name for name, p in parameters.items() if id(p) not in left_out]
             self.fully_sharded = {name: parameters.pop(name) for name in sharded}
         buffers = {
             name: b for name, b in self._model.named_buffers() if not name.startswith(prefixes)
@@ -151,6 +153,17 @@ class ParameterSet(Snapshot):
         if len(found) < len(ids) and self.has_joined():
             return ids & set(map(id, self._model.parameters()))
         return found
+
+
+def _left_out_of_shards(model: nn.Module) -> list[nn.Module]:
+    """The experts of a lone worker that FSDP2 was told to leave out, and what is inside of them.
+
+    Those of several workers are divided.
+    """
+    alone = (m for m in model.modules() if isinstance(m, DividedModules) and m.comm.size == 1)
+    return [
+        m for each in alone if not any(map(is_dtensor, each.parameters())) for m in each.modules()
+    ]
 
 
 def _children(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:

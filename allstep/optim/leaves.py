@@ -124,7 +124,7 @@ class Batch:
 
 
 def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
-    """Consecutive leaves of one group and device; on a CPU up to so many elements, or one leaf.
+    """Consecutive leaves of one group and kind; on a CPU up to so many elements, or one leaf.
 
     A batch that fits a CPU's cache is measured and moved there. Elsewhere each kernel that is
     launched takes time, and a batch may be all of a group.
@@ -138,6 +138,7 @@ def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
             and leaf.group is batch[0].group
             and weight.device == batch[0].weight.device
             and weight.dtype == batch[0].weight.dtype
+            and (leaf.exact_squares is None) == (batch[0].exact_squares is None)
         )
         if batch and not fits:
             yield Batch(batch)

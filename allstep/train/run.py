@@ -13,6 +13,7 @@ from allstep.device import has_streams
 from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.nn import Pipeline
+from allstep.torch_classes import is_dtensor
 from allstep.train.batch import seed_update
 from allstep.train.divided import local_model, local_optimizer, whole_optimizer, whole_tensors
 from allstep.train.elastic import StepCommit
@@ -365,12 +366,13 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
         check_sharded(options, f"`task.model.{name}` lie on several workers")
     if fsdp_modules(model):
         check_sharded(options, "FSDP2 has sharded `task.model`")
+        for name, p in model.named_parameters():
+            if options.precision == "float16" and not is_dtensor(p):
+                raise UsageError(
+                    f"`precision` (={options.precision!r}) needs a GradScaler, and torch's takes no"
+                    f" shards of FSDP2 together with experts (`task.model.{name}`): take 'bfloat16'"
+                )
     for name in divided_modules(model):
-        if options.precision == "float16" and fsdp_modules(model):
-            raise UsageError(
-                f"`precision` (={options.precision!r}) needs a GradScaler, and torch's takes no"
-                f" shards of FSDP2 together with experts (`task.model.{name}`): take 'bfloat16'."
-            )
         if every := options.noise_scale_every_steps:
             raise UsageError(
                 f"`noise_scale_every_steps` (={every}) needs a micro-batch's whole gradient on one"

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep import Communicator
+from allstep import Communicator, UsageError
 from allstep.comm import Mesh
+from allstep.errors import DisagreementError
 from allstep.nn import MixtureOfExperts
 from tests.helpers.compare import differing_names
+from tests.helpers.divided import whole_state
 from tests.helpers.messages import check_messages, refused
 from tests.helpers.processes import run_processes
 from tests.helpers.versions import needs_torch_2_13
@@ -133,6 +136,42 @@ def test_exact_sums_have_the_bits_of_one_worker(
         assert of_floats
 
 
+def trained_late(comm: Communicator, policy: allstep.Synchronous) -> State:
+    """With experts that are frozen until the third step; clipped, of sums with weights."""
+    torch.manual_seed(0)
+    model = Routed(comm)
+    if dist.is_initialized():
+        shard(model, comm.mesh(data=comm.size, tensor=1))
+    model.mixture.experts.requires_grad_(False)
+    exchange = allstep.attach(model, comm, policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    given = TensorDataset(*(torch.randn(60, 3, 6, dtype=torch.float64) for _ in range(2)))
+    for batch in allstep.steps(
+        allstep.data.loader(given, comm, global_batch=12, micro_batch=4, seed=3), exchange
+    ):
+        if batch.step == 2:
+            model.mixture.experts.requires_grad_(True)
+        for x, target in batch:
+            y, balance_loss = model(x)
+            error = (y - target).square().mean((1, 2))
+            batch.backward(error.sum() + len(x) * balance_loss, weight=len(x))
+        exchange.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_state(model)
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize("policy", [allstep.Synchronous(), EXACT], ids=["float", "exact"])
+def test_experts_that_are_trained_later(policy: allstep.Synchronous) -> None:
+    """Also a lone worker's, which are no shards of FSDP2 either."""
+    expected = trained_late(Communicator.single_process(), policy)
+    for size in (1, 2):
+        for state in run_processes(size, trained_late, policy):
+            assert difference(state, expected) < 1e-10
+
+
 def kept(comm: Communicator, num_tensor: int, run_dir: Path, num_epochs: int) -> State:
     return train(comm, num_tensor, shard=shard, run_dir=run_dir, num_epochs=num_epochs)
 
@@ -186,6 +225,38 @@ def test_expert_that_nobody_chose_gets_no_gradient() -> None:
         assert all(trained == chosen & {rank} for chosen, trained in steps)
 
 
+def mistaken(comm: Communicator) -> str:
+    """What each is told where one worker has put a hook on an expert's parameter."""
+    model = Routed(comm)
+    shard(model, comm.mesh(data=comm.size, tensor=1))
+    exchange = allstep.attach(model, comm, EXACT)
+    if comm.rank == 0:
+        next(model.mixture.experts.parameters()).register_hook(lambda gradient: gradient)
+    given = TensorDataset(torch.randn(8, 3, 6, dtype=torch.float64))
+    loader = allstep.data.loader(given, comm, global_batch=8, micro_batch=4)
+    with pytest.raises((UsageError, DisagreementError)) as error:
+        for batch in allstep.steps(loader, exchange):
+            for (x,) in batch:
+                y, balance_loss = model(x)
+                batch.backward(y.square().mean() + balance_loss)
+    return str(error.value)
+
+
+@needs_torch_2_13
+def test_a_mistake_of_one_worker_is_told_to_all() -> None:
+    for message in run_processes(2, mistaken):
+        assert "has a hook, by `register_hook`, which comes after exact sums" in message
+
+
+class ComplexExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor.real
+
+
 def refusals(comm: Communicator) -> dict[str, str]:
     mesh = comm.mesh(data=comm.size).device_mesh()
 
@@ -194,11 +265,16 @@ def refusals(comm: Communicator) -> dict[str, str]:
     model = Routed(comm)
     fully_shard(model, mesh=mesh, ignored_params=set(model.mixture.experts.parameters()))
     exchange = allstep.attach(model, comm)
+    complex_model = MixtureOfExperts(ComplexExpert, comm, 6, num_experts=2)
+    fully_shard(complex_model, mesh=mesh, ignored_params=set(complex_model.experts.parameters()))
+    of_complex = allstep.attach(complex_model, comm, EXACT)
+    loader = allstep.data.loader(TensorDataset(torch.ones(2)), comm, global_batch=2, micro_batch=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu")
     return {
         "experts": refused(lambda: allstep.attach(taken, comm)),
         "scaler": refused(lambda: exchange.unscale_(scaler, optimizer)),
+        "complex": refused(lambda: [list(x) for x in allstep.steps(loader, of_complex)]),
     }
 
 
@@ -206,6 +282,7 @@ def test_what_is_refused_of_experts_beside_shards() -> None:
     words = {
         "experts": "the experts' parameters as `ignored_params`",
         "scaler": "`scaler` is enabled, and torch's takes no shards",
+        "complex": "is torch.complex64, whose sums can't be made exact",
     }
     for found in run_processes(2, refusals):
         check_messages(found, words)
