@@ -89,7 +89,9 @@ class DividedParameters:
                     hook = WeakHook(self, type(self)._note, name)
                     self._hooks.append(AccumulationHook(p, hook))
         if self._rounded is not None:
-            for prefix, modules in divided.items():
+            for prefix, modules in self._model.named_modules():
+                if not isinstance(modules, DividedModules):  # one worker's are rounded as others
+                    continue
                 hook = WeakHook(self, type(self)._round, f"{prefix}." if prefix else "")
                 register = modules.register_call_gradient_hook
                 self._hooks.append(ModuleHook(modules, register, hook))

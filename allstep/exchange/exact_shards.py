@@ -83,7 +83,7 @@ class ExactShards:
             whole: that FSDP2 has gathered.
             new: its gradient, of this worker's micro-batch.
         """
-        if new is None or not self._is_open:
+        if new is None or not self._is_open or self.sums.has_rounded_calls(name):
             return None
         return self.sums.round(self.off_grid, name, whole, new)
 

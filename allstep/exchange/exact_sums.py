@@ -52,6 +52,7 @@ class ExactSums:
         self.grid.begin(num_micro_batches, num_passes)
         off_grid.clear()
         self._unread.clear()
+        self._rounded_calls.clear()
 
     def begin_micro_batch(self, off_grid: OffGrid) -> None:
         """The backward passes that follow are of another micro-batch."""
@@ -122,19 +123,24 @@ class ExactSums:
         self._rounded_calls.add(name)
         return self.round(off_grid, name, p, new, rank) if new.layout == torch.strided else None
 
+    def has_rounded_calls(self, name: str) -> bool:
+        """Whether `round_call` has seen what is about to be added to `p.grad`; asked once."""
+        is_rounded = name in self._rounded_calls
+        self._rounded_calls.discard(name)
+        return is_rounded
+
     def check_call(self, name: str) -> None:
         """A gradient is about to be added to `p.grad` of a divided parameter.
 
         Raises:
             UsageError: if `round_call` has not seen it.
         """
-        if name not in self._rounded_calls:
+        if not self.has_rounded_calls(name):
             raise UsageError(
                 f"Parameter `{name}` got a gradient that no call of its layer has made, as by"
                 " reentrant checkpointing in an expert. With exact sums use `use_reentrant=False`,"
                 " and experts in their layer only."
             )
-        self._rounded_calls.discard(name)
 
     def _round_unread(self, off_grid: OffGrid, name: str, new: Tensor, rank: int) -> Tensor | None:
         """Keeps the gradient until `settle`, one of each parameter and micro-batch at most."""

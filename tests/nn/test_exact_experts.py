@@ -48,10 +48,10 @@ class Net(nn.Module):
         return x + y, balance_loss
 
 
-def samples() -> TensorDataset:
-    """An epoch's last global batch of 20 has 11 samples, in three micro-batches of 4."""
+def samples(num: int = 51) -> TensorDataset:
+    """Of 51 an epoch's last global batch of 20 has 11, in three micro-batches of 4."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(51, 3, D, generator=generator)
+    x = torch.randn(num, 3, D, generator=generator)
     return TensorDataset(x, x.flip(-1).sin())
 
 
@@ -70,6 +70,9 @@ def train(
     optimizer: str = "adamw",
     factors: dict[int, float],
     shares: Any = "equal",
+    num_samples: int = 51,
+    global_batch: int = 20,
+    num_calls: int = 1,
 ) -> tuple[list[float], int]:
     """Three global batches an epoch; returns their losses, and this worker's dropped tokens."""
     model = Net(comm)
@@ -77,15 +80,23 @@ def train(
     exchange = allstep.attach(model, comm, policy)
     losses, num_dropped = [], 0
     loader = allstep.data.loader(
-        samples(), comm, global_batch=20, micro_batch=4, seed=3, shares=shares
+        samples(num_samples),
+        comm,
+        global_batch=global_batch,
+        micro_batch=4,
+        seed=3,
+        shares=shares,
     )
     state = {"optimizer": updates}
     with loader, allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as saved:
         for _ in saved.epochs(num_epochs):
             for batch in allstep.steps(loader, exchange, checkpoint=saved):
                 for x, target in batch:
-                    y, balance_loss = model(x)
-                    loss = (y - target).square().mean() + 0.01 * balance_loss
+                    y, loss = x, torch.zeros(())
+                    for _ in range(num_calls):
+                        y, balance_loss = model(y)
+                        loss = loss + 0.01 * balance_loss
+                    loss = loss + (y - target).square().mean()
                     batch.backward(loss * factors.get(batch.step, 1.0))
                     num_dropped += model.moe.num_dropped
                 losses.append(batch.global_loss())
@@ -141,6 +152,14 @@ def test_experts_have_the_same_bits_on_any_number_of_workers(
     run: Run, options: dict[str, Any]
 ) -> None:
     """With uneven micro-batches, dropout, dropped tokens, and clipping."""
+    expected = run(1, "1", **options)
+    for size in (2, 4):
+        assert_same_bits(run(size, str(size), **options), expected)
+
+
+def test_experts_that_a_micro_batch_calls_twice(run: Run) -> None:
+    """Each call's gradient is rounded, also by a lone worker, whose autograd would add them up."""
+    options = {"num_samples": 48, "global_batch": 16, "num_calls": 2}
     expected = run(1, "1", **options)
     for size in (2, 4):
         assert_same_bits(run(size, str(size), **options), expected)
