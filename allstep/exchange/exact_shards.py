@@ -83,12 +83,12 @@ class ExactShards:
             whole: that FSDP2 has gathered.
             new: its gradient, of this worker's micro-batch.
         """
-        if new is None or not self._is_open or self.sums.has_rounded_calls(name):
+        if new is None or not self._is_open or self.sums.take_call(name):
             return None
         return self.sums.round(self.off_grid, name, whole, new)
 
     def round_call(self, name: str, p: nn.Parameter, rank: int, new: Tensor) -> Tensor | None:
-        """The same of a parameter that only this worker has, as `ExactSums.round_call` says."""
+        """The same of one call of a divided module, as `ExactSums.round_call` says."""
         return self.sums.round_call(self.off_grid, name, p, rank, new) if self._is_open else None
 
     def check_call(self, name: str) -> None:

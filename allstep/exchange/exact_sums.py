@@ -34,7 +34,7 @@ class ExactSums:
         self.grid = Grid()
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
         self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
-        self._rounded_calls: set[str] = set()  # divided parameters, whose `p.grad` is next
+        self._rounded_calls: set[str] = set()  # experts' parameters, whose `p.grad` is next
         self.num_completed = 0
 
     @staticmethod
@@ -123,11 +123,11 @@ class ExactSums:
         self._rounded_calls.add(name)
         return self.round(off_grid, name, p, new, rank) if new.layout == torch.strided else None
 
-    def has_rounded_calls(self, name: str) -> bool:
-        """Whether `round_call` has seen what is about to be added to `p.grad`; asked once."""
-        is_rounded = name in self._rounded_calls
+    def take_call(self, name: str) -> bool:
+        """Whether `round_call` has seen what is about to be added to `p.grad`; forgets it."""
+        has_seen = name in self._rounded_calls
         self._rounded_calls.discard(name)
-        return is_rounded
+        return has_seen
 
     def check_call(self, name: str) -> None:
         """A gradient is about to be added to `p.grad` of a divided parameter.
@@ -135,7 +135,7 @@ class ExactSums:
         Raises:
             UsageError: if `round_call` has not seen it.
         """
-        if not self.has_rounded_calls(name):
+        if not self.take_call(name):
             raise UsageError(
                 f"Parameter `{name}` got a gradient that no call of its layer has made, as by"
                 " reentrant checkpointing in an expert. With exact sums use `use_reentrant=False`,"

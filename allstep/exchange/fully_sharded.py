@@ -87,10 +87,11 @@ class CollectivePasses:
         register = partial(model.register_forward_pre_hook, with_kwargs=True)
         self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
         if exact is not None:
-            for name, members in members_by_module(model).items():
+            for module, members in zip(
+                self._modules, members_by_module(model).values(), strict=True
+            ):
                 names = [prefix + own for prefix, each in members for own in each._parameters]
-                hook = WeakHook(exact, ExactShards.add_up_early, names)
-                fsdp_modules(model)[name].set_all_reduce_hook(hook)
+                module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_early, names))
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""

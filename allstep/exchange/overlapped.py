@@ -319,7 +319,7 @@ class OverlappedExchange(Exchange):
         """What is to be added to `p.grad`; None for the gradient as it is."""
         if new is None or new.layout != torch.strided or self._rounder is None:
             return None
-        if self._rounder.has_rounded_calls(name):
+        if self._rounder.take_call(name):
             return None
         buckets = self._buckets
         view = buckets.views[name] if name in self._plan.large else None

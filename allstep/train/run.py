@@ -366,12 +366,12 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
         check_sharded(options, f"`task.model.{name}` lie on several workers")
     if fsdp_modules(model):
         check_sharded(options, "FSDP2 has sharded `task.model`")
-        for name, p in model.named_parameters():
-            if options.precision == "float16" and not is_dtensor(p):
-                raise UsageError(
-                    f"`precision` (={options.precision!r}) needs a GradScaler, and torch's takes no"
-                    f" shards of FSDP2 together with experts (`task.model.{name}`): take 'bfloat16'"
-                )
+        experts = [name for name, p in model.named_parameters() if not is_dtensor(p)]
+        if options.precision == "float16" and experts:
+            raise UsageError(
+                f"`precision` (={options.precision!r}) needs a GradScaler, and torch's takes no"
+                f" shards of FSDP2 together with experts (`{experts[0]}`): take 'bfloat16'."
+            )
     for name in divided_modules(model):
         if every := options.noise_scale_every_steps:
             raise UsageError(
