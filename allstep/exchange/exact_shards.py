@@ -87,15 +87,6 @@ class ExactShards:
             return None
         return self.sums.round(self.off_grid, name, whole, new)
 
-    def round_call(self, name: str, p: nn.Parameter, rank: int, new: Tensor) -> Tensor | None:
-        """The same of one call of a divided module, as `ExactSums.round_call` says."""
-        return self.sums.round_call(self.off_grid, name, p, rank, new) if self._is_open else None
-
-    def check_call(self, name: str) -> None:
-        """As `ExactSums.check_call`."""
-        if self._is_open:
-            self.sums.check_call(name)
-
     def add_up_early(self, names: Sequence[str], _: Tensor) -> None:
         """After FSDP2 has added up the gradients of a module. Collective. [Note: exact shards]
 

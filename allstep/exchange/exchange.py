@@ -19,6 +19,7 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
+from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.global_batch import BatchSum
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, owners_of
 from allstep.exchange.local_sgd import ParameterAveraging
@@ -141,7 +142,22 @@ class Exchange(ABC):
     @property
     def is_exact(self) -> bool:
         """Whether a global batch's sums have the same bits on any number of workers."""
-        return False
+        return self._exact_sums is not None
+
+    @property
+    def _exact_sums(self) -> ExactSums | None:
+        """What makes them so, if they are."""
+        return None
+
+    @property
+    def _rounder(self) -> ExactSums | None:
+        """The same where gradients are rounded now."""
+        return None if self.batch.step is None or self._stays_local else self._exact_sums
+
+    @property
+    def _off_grid(self) -> OffGrid:
+        """This worker's gradients that did not fit, with exact sums."""
+        return {}
 
     @abstractmethod
     def stats(self) -> ExchangeStats:
@@ -382,6 +398,14 @@ class Exchange(ABC):
             "averaging": None if self.averaging is None else self.averaging.state_dict(),
         }
 
+    def _gather_exact_state(self) -> dict[str, Any]:
+        """What exact sums depend on, whole on rank 0. Collective where there are experts."""
+        if self._exact_sums is None:
+            return {}
+        if not self.is_divided:
+            return self._exact_sums.state_dict()
+        return self._exact_sums.gather_state(self.comm, self.divided)
+
     def replicated_state(self) -> dict[str, Any]:
         """What each worker has of `state_dict` by itself: all that the sums of `exact` depend on.
 
@@ -552,6 +576,9 @@ class Exchange(ABC):
 
     def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
+        if self._rounder is not None and gradient is not None:
+            with self._telling_all():
+                self._rounder.check_call(name)
         scale = self.batch.scale
         return None if gradient is None or scale == 1 else gradient * scale
 
@@ -559,7 +586,11 @@ class Exchange(ABC):
         self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
     ) -> Tensor | None:
         """What takes the place of the gradient of a worker's data, with exact sums."""
-        return None
+        rounded = None
+        if self._rounder is not None:
+            with self._telling_all():
+                rounded = self._rounder.round_call(self._off_grid, name, p, rank, gradient)
+        return rounded
 
     def _on_output_gradient(self, _: Tensor) -> None:
         if not self._num_suspended:

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import (
     Communicator,
-    DividedModules,
     StageModules,
     divided_prefixes,
     fsdp_modules,
@@ -22,9 +21,10 @@ from allstep.comm import (
 from allstep.errors import UsageError
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
-from allstep.exchange.exact_sums import ExactSums
-from allstep.exchange.fully_sharded_use import PartsInUse, members_by_module
+from allstep.exchange.exact_sums import ExactSums, OffGrid
+from allstep.exchange.fully_sharded_use import PartsInUse
 from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook, nothing
+from allstep.exchange.parameters import left_out_of_shards
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, Synchronous
 from allstep.torch_classes import is_dtensor
@@ -87,9 +87,7 @@ class CollectivePasses:
         register = partial(model.register_forward_pre_hook, with_kwargs=True)
         self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
         if exact is not None:
-            for module, members in zip(
-                self._modules, members_by_module(model).values(), strict=True
-            ):
+            for module, members in zip(self._modules, self._parts.members.values(), strict=True):
                 names = [prefix + own for prefix, each in members for own in each._parameters]
                 module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_early, names))
 
@@ -200,8 +198,12 @@ class FullyShardedExchange(PlainExchange):
                 p.exact_squares = self._exact  # type: ignore[attr-defined]
 
     @property
-    def is_exact(self) -> bool:
-        return self._exact is not None
+    def _exact_sums(self) -> ExactSums | None:
+        return None if self._exact is None else self._exact.sums
+
+    @property
+    def _off_grid(self) -> OffGrid:
+        return {} if self._exact is None else self._exact.off_grid
 
     @property
     def _is_active(self) -> bool:
@@ -213,14 +215,6 @@ class FullyShardedExchange(PlainExchange):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), **self._gather_exact_state()}
-
-    def _gather_exact_state(self) -> dict[str, Any]:
-        """What sums depend on, whole on rank 0. Collective where there are experts."""
-        if self._exact is None:
-            return {}
-        if not self.is_divided:
-            return self._exact.sums.state_dict()
-        return self._exact.sums.gather_state(self.comm, self.divided)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -298,28 +292,12 @@ class FullyShardedExchange(PlainExchange):
             handles.append(AccumulationHook(p, rounded))
         return handles
 
-    def _round_divided(
-        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
-    ) -> Tensor | None:
-        rounded = None
-        if self._exact is not None:
-            with self._telling_all():
-                rounded = self._exact.round_call(name, p, rank, gradient)
-        return rounded
-
-    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        if self._exact is not None and gradient is not None:
-            with self._telling_all():
-                self._exact.check_call(name)
-        return super()._scale_divided(name, gradient)
-
     def _sum_divided(self) -> None:
-        if self._exact is None or self.batch.step is None:
+        if self._rounder is None:
             super()._sum_divided()
         else:
-            off_grid = self._exact.off_grid
-            self._divided.sum_copies(off_grid)
-            self._exact.sums.follow(off_grid, (), {}, self._not_sharded, self.num_exchanges)
+            self._divided.sum_copies(self._off_grid)
+            self._rounder.follow(self._off_grid, (), {}, self._not_sharded, self.num_exchanges)
 
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)
@@ -354,13 +332,15 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
         )
     for module in modules.values():
         module.reshard()
-    own, of_lone_worker = divided_prefixes(model), _experts_of_lone_worker(model, comm)
+    own = divided_prefixes(model)
+    modules_left_out = left_out_of_shards(model) if comm.size == 1 else []
+    left_out = {p for module in modules_left_out for p in module.parameters()}
     parameters = {}
     for name, p in model.named_parameters():
         if name.startswith(own):
             _check_own(name, p)
             continue
-        if name.startswith(of_lone_worker) and not is_dtensor(p):
+        if p in left_out:
             continue
         parameters[name] = p
         if not is_dtensor(p):
@@ -396,13 +376,6 @@ def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPMo
             f"`model.{other}` is not sharded by FSDP2, and other parts of `model` are: call"
             f" `fully_shard(stage, mesh=...)` on each of `model.{name}.values()`."
         )
-
-
-def _experts_of_lone_worker(model: nn.Module, comm: Communicator) -> tuple[str, ...]:
-    """What their names begin with; `fully_shard` may have left them out, as with more workers."""
-    if comm.size > 1:
-        return ()
-    return tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, DividedModules))
 
 
 def _check_own(name: str, p: nn.Parameter) -> None:

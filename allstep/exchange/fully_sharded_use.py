@@ -36,6 +36,10 @@ class PartsInUse:
         model: sharded by `fully_shard`.
         comm: the workers.
         rounded: name, gathered parameter, gradient -> what takes the gradient's place, or None.
+
+    Attributes:
+        members: name -> the modules whose parameters FSDP2 gathers together, of each it was called
+            on, with what the names of their parameters begin with.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class PartsInUse:
         self._comm = comm
         self._rounded = rounded
         self._modules = fsdp_modules(model)
-        self._members = members_by_module(model)
+        self.members = _members_by_module(model)
         self._sharded = {name for name, p in model.named_parameters() if is_dtensor(p)}
         self._hooks = []
         for name in self._modules:
@@ -121,7 +125,7 @@ class PartsInUse:
         if not self._has_begun:
             return
         self._calls.append(name or type(module).__name__)
-        for prefix, member in self._members[name]:
+        for prefix, member in self.members[name]:
             for own_name, p in local_parameters(member).items():
                 if p.requires_grad and p not in self._hooks_of_whole:
                     self._hook_whole(prefix + own_name, p)
@@ -142,11 +146,7 @@ class PartsInUse:
         self._used_in_pass.add(name)
 
 
-def members_by_module(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """name -> the modules whose parameters FSDP2 gathers together, of each it was called on.
-
-    Each is given with what the names of its parameters begin with.
-    """
+def _members_by_module(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     members: dict[str, list[tuple[str, nn.Module]]] = {name: [] for name in fsdp_modules(model)}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""

@@ -14,7 +14,7 @@ from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.comparison import BucketComparison
-from allstep.exchange.exact_sums import ExactSums
+from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
@@ -92,8 +92,8 @@ class OverlappedExchange(Exchange):
         return self._plan.buckets
 
     @property
-    def is_exact(self) -> bool:
-        return self._exact is not None
+    def _exact_sums(self) -> ExactSums | None:
+        return self._exact
 
     def unsent(self) -> dict[str, Tensor]:
         """name -> what a lossy format has not sent of this worker's gradients, flat."""
@@ -296,23 +296,22 @@ class OverlappedExchange(Exchange):
     # -- exact sums ------------------------------------------------------------------------------
 
     @property
-    def _rounder(self) -> ExactSums | None:
-        """What rounds gradients now, if anything does."""
-        return None if self.batch.step is None or self._stays_local else self._exact
+    def _off_grid(self) -> OffGrid:
+        return self._buckets.off_grid
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         if self._rounder is not None:
-            self._rounder.begin(self._buckets.off_grid, num_micro_batches, num_passes)
+            self._rounder.begin(self._off_grid, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
         if self._exact is not None:
-            self._exact.begin_micro_batch(self._buckets.off_grid)
+            self._exact.begin_micro_batch(self._off_grid)
 
     def local_gradients(self) -> dict[str, Tensor]:
         found = super().local_gradients()
         if self._exact is not None:
-            self._exact.settle(self._buckets.off_grid)
-        off_grid = self._buckets.off_grid.items()
+            self._exact.settle(self._off_grid)
+        off_grid = self._off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
     def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
@@ -321,24 +320,8 @@ class OverlappedExchange(Exchange):
             return None
         if self._rounder.take_call(name):
             return None
-        buckets = self._buckets
-        view = buckets.views[name] if name in self._plan.large else None
-        return self._rounder.round(buckets.off_grid, name, p, new, view=view)
-
-    def _round_divided(
-        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
-    ) -> Tensor | None:
-        rounded = None
-        if self._rounder is not None:
-            with self._telling_all():
-                rounded = self._rounder.round_call(self._buckets.off_grid, name, p, rank, gradient)
-        return rounded
-
-    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        if self._rounder is not None and gradient is not None:
-            with self._telling_all():
-                self._rounder.check_call(name)
-        return super()._scale_divided(name, gradient)
+        view = self._buckets.views[name] if name in self._plan.large else None
+        return self._rounder.round(self._off_grid, name, p, new, view=view)
 
     def _sum_copies(self, buckets: BucketSet) -> None:
         """Of modules that other workers have copies of. Collective if there are any."""
@@ -355,14 +338,6 @@ class OverlappedExchange(Exchange):
             rounder, number = self._rounder, self.num_exchanges
             rounder.follow(buckets.off_grid, completed, summed, self.divided, number)
         self._divide_sums(summed.values(), divisor)
-
-    def _gather_exact_state(self) -> dict[str, Any]:
-        """What sums depend on, whole on rank 0. Collective where workers have parts of a model."""
-        if self._exact is None:
-            return {}
-        if not self.is_divided:
-            return self._exact.state_dict()
-        return self._exact.gather_state(self.comm, self.divided)
 
     def _complete(self, buckets: BucketSet) -> None:
         """Adds what was off the grid to sums that have come. Collective."""

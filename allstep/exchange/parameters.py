@@ -104,7 +104,7 @@ class ParameterSet(Snapshot):
         self._model = model
         self.trained: dict[str, nn.Parameter] = {}
         self.tensors: dict[str, Tensor] = {}
-        self._left_out = _left_out_of_shards(model)
+        self._left_out = left_out_of_shards(model)
         self.refresh()
 
     def refresh(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
@@ -155,7 +155,7 @@ class ParameterSet(Snapshot):
         return found
 
 
-def _left_out_of_shards(model: nn.Module) -> list[nn.Module]:
+def left_out_of_shards(model: nn.Module) -> list[nn.Module]:
     """The experts of a lone worker that FSDP2 was told to leave out, and what is inside of them.
 
     Those of several workers are divided.
