@@ -25,8 +25,12 @@ _MOST = 5  # differences that an error names
 
 def digest(value: object) -> int:
     """A number below 2^62, the same in every process, that stands for plain data."""
-    data = blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
-    return int.from_bytes(data, "big") >> 2
+    return int.from_bytes(digest_bytes(value), "big") >> 2
+
+
+def digest_bytes(value: object) -> bytes:
+    """A few bytes, the same in every process, that stand for plain data."""
+    return blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def agree(
@@ -36,13 +40,13 @@ def agree(
     *,
     fault: str | None = None,
     details_digest: int | None = None,
-    optional: object = None,
+    told: bytes = b"",
     cure: str = _CURE,
     verb: str = "agree",
-) -> bool:
+) -> list[bytes]:
     """Lets all workers go on, or none. Collective.
 
-    Digests of one size go ahead, whatever is compared; only where they differ, all tell.
+    Digests of one size go ahead, whatever is compared; only where they differ, all say more.
 
     Args:
         group: the workers.
@@ -50,30 +54,31 @@ def agree(
         details: what it wants to do it with.
         fault: why this worker cannot do it.
         details_digest: the digest of `details`, where it is known.
-        optional: plain data that workers may differ in.
+        told: what this worker tells the others besides, in the same message; may differ.
         cure: ends the error's message.
         verb: the communicator's verb that compares, for errors where others call another one.
 
     Returns:
-        Whether `optional` is the same on all workers.
+        What each worker told, by rank.
 
     Raises:
-        DisagreementError: on every worker without a fault, if anything but `optional` differs;
-            names the difference and the ranks.
+        DisagreementError: on every worker without a fault, if action or details differ; names the
+            difference and the ranks.
         UsageError: with `fault`.
     """
+    bodies = [told]
     if group.size > 1:
         known = digest(details) if details_digest is None else details_digest
-        numbers = (digest((action, fault)), known, digest(optional))
-        own = b"".join(number.to_bytes(_DIGEST_BYTES, "big") for number in numbers)
-        bodies = group.messages.all_gather(own, verb, compares=True)
-        if any(body[: 2 * _DIGEST_BYTES] != own[: 2 * _DIGEST_BYTES] for body in bodies):
+        compared = digest_bytes((action, fault)) + known.to_bytes(_DIGEST_BYTES, "big")
+        bodies = group.messages.all_gather(compared + told, verb, compares=True)
+        if not all(body.startswith(compared) for body in bodies):
             words = explain(group, action, details, fault=fault, cure=cure, verb=verb)
             if fault is None:
                 raise DisagreementError(words)
+        bodies = [body[len(compared) :] for body in bodies]
     if fault is not None:
         raise UsageError(fault)
-    return group.size == 1 or all(body == own for body in bodies)
+    return bodies
 
 
 def explain(
@@ -87,16 +92,16 @@ def explain(
 ) -> str:
     """Who wants what, once it is known that the workers differ. Collective; see `agree`."""
     own = encode((action, fault, [list(map(str, entry)) for entry in details]))
-    told = [decode(body) for body in group.messages.all_gather(own, verb, compares=True)]
+    found = [decode(body) for body in group.messages.all_gather(own, verb, compares=True)]
     numbers = group.wire.names.numbers
-    wishes = [f"want: {do}" if fault is None else f"cannot: {fault}" for do, fault, _ in told]
+    wishes = [f"want: {do}" if fault is None else f"cannot: {fault}" for do, fault, _ in found]
     if len(set(wishes)) > 1:
         who = "; ".join(f"{ranks} {wish}" for wish, ranks in _ranks_by(wishes, numbers).items())
         who = re.sub(r"(rank \d+) want:", r"\1 wants:", who)
         return f"Workers came for different things: {who}. {cure}"
-    tables = [{name: " ".join(rest) for name, *rest in entries} for _, _, entries in told]
-    found = "; ".join(islice(_differences(tables, numbers), _MOST)) or "their order differs"
-    return f"Workers that {action} disagree: {found}. {cure}"
+    tables = [{name: " ".join(rest) for name, *rest in entries} for _, _, entries in found]
+    differences = "; ".join(islice(_differences(tables, numbers), _MOST)) or "their order differs"
+    return f"Workers that {action} disagree: {differences}. {cure}"
 
 
 def _differences(tables: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> Iterator[str]:

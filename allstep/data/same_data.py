@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from allstep.comm import Communicator
-from allstep.comm.agreement import agree, digest
+from allstep.comm.agreement import agree, digest, digest_bytes
 from allstep.data.fetch import RANDOM_STATE_LOCK, fetch_sample, tensors_of
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import preserved_random_state
@@ -61,13 +61,13 @@ def check_same_samples(
     if comm.size == 1 or not _is_map_style(dataset):
         return
     first, error = _read(dataset, processes, seed)
-    if error is None and agree(comm, action, optional=first):
+    if error is None and len(set(agree(comm, action, told=digest_bytes(first)))) == 1:
         return
     again = first if error is not None else _read(dataset, processes, seed)[0]
     details = _read_twice(first, again)
     try:
         if error is not None:
-            agree(comm, action, optional=first)  # as the others do
+            agree(comm, action, told=digest_bytes(first))  # as the others do
         agree(comm, action, details, cure=_CURE)
     finally:
         if error is not None:

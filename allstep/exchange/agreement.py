@@ -6,15 +6,15 @@ from functools import partial
 from allstep.comm import Communicator
 from allstep.comm import agreement as messages
 
-_CURE = (
+CURE = (
     "Build and change the model in the same way, and make the same calls in the same order, on"
     " every worker."
 )
 
-agree = partial(messages.agree, cure=_CURE)
+agree = partial(messages.agree, cure=CURE)
 """Before each collective of an exchange, whatever follows; see `comm.agreement.agree`."""
 
-explain = partial(messages.explain, cure=_CURE)
+explain = partial(messages.explain, cure=CURE)
 """As `comm.agreement.explain`."""
 
 

@@ -640,6 +640,12 @@ class Exchange(ABC):
             self._follow_model()
         self.comm.activity.enter("optimizer")
 
+    def _describe(self) -> str:
+        """What this worker believes it exchanges; compared with the others'."""
+        if self.batch.step is not None:
+            return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}"
+        return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
+
     def _agree(self, action: str, described: Signature = (), described_digest: int = 0) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
         agree(self.comm, action, described, details_digest=described_digest)

@@ -18,7 +18,9 @@ from allstep.comm import (
     divided_prefixes,
     fsdp_modules,
 )
+from allstep.comm.agreement import Details
 from allstep.errors import UsageError
+from allstep.exchange.agreement import CURE, agree
 from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
 from allstep.exchange.exact_sums import ExactSums, OffGrid
@@ -65,6 +67,9 @@ class CollectivePasses:
         model: sharded by `fully_shard`.
         comm: the workers.
         exact: rounds gradients, for exact sums. [Note: exact shards]
+
+    Attributes:
+        parts: what the passes use of the model.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class CollectivePasses:
         self._exact = exact
         self._modules = list(fsdp_modules(model).values())
         rounded = None if exact is None else WeakHook(exact, ExactShards.round)
-        self._parts = PartsInUse(model, comm, rounded)
+        self.parts = PartsInUse(model, rounded)
         self.reshard()
         # Of the last micro-batch, without gradients and with them.
         self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
@@ -87,14 +92,14 @@ class CollectivePasses:
         register = partial(model.register_forward_pre_hook, with_kwargs=True)
         self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
         if exact is not None:
-            for module, members in zip(self._modules, self._parts.members.values(), strict=True):
+            for module, members in zip(self._modules, self.parts.members.values(), strict=True):
                 names = [prefix + own for prefix, each in members for own in each._parameters]
                 module.set_all_reduce_hook(WeakHook(exact, ExactShards.add_up_early, names))
 
     def detach(self) -> None:
         """Leaves the model to FSDP2."""
         self._hook.remove()
-        self._parts.detach()
+        self.parts.detach()
         for module in self._modules:
             module.set_force_sum_reduction_for_comms(False)
             module.set_gradient_divide_factor(float(self._comm.size))
@@ -114,6 +119,9 @@ class CollectivePasses:
     def begin_batch(self, num_passes: int) -> None:
         """A global batch begins, or an evaluation, without gradients. Collective.
 
+        All wait for it, so that a worker that was lost between two steps has a name: what FSDP2
+        sends without us ends with the backend's words.
+
         Args:
             num_passes: that this worker is about to make, one for each micro-batch as a rule.
 
@@ -132,7 +140,7 @@ class CollectivePasses:
             )
         self._num_missing = most - num_passes
         self._is_noting = False
-        self._parts.begin()
+        self.parts.begin()
 
     def begin_micro_batch(self) -> None:
         """The calls that follow are another micro-batch's. [Note: casts of shards]"""
@@ -148,22 +156,17 @@ class CollectivePasses:
 
     def _end_micro_batch(self) -> None:
         if self._is_noting:
-            self._parts.end_pass()
+            self.parts.end_pass()
         self._is_noting = False
 
     def join_others(self) -> None:
-        """Takes part in the passes of workers with more micro-batches. Collective.
-
-        Raises:
-            DisagreementError: on every worker, if they called other modules. [Note: parts in use]
-        """
+        """Takes part in the passes of workers with more micro-batches. Collective."""
         self._end_micro_batch()
         for _ in range(self._num_missing):
             self._begin_pass()
             self._pass_with_zero_loss()
-            self._parts.end_pass(is_counted=False)
+            self.parts.end_pass(is_counted=False)
         self._num_missing = 0
-        self._parts.end()
         if not torch.is_grad_enabled():
             self.reshard()
 
@@ -191,6 +194,7 @@ class FullyShardedExchange(PlainExchange):
         self._exact = ExactShards(self.comm) if is_exact else None
         self._held = HeldGradients()
         self._passes = CollectivePasses(self.model, self.comm, self._exact)
+        self._cure = f"{CURE} {self._passes.parts.cure}"
         super()._begin()
         self._set_scale()
         if self._exact is not None:
@@ -244,9 +248,13 @@ class FullyShardedExchange(PlainExchange):
         self._passes.begin_micro_batch()
 
     def join_others(self) -> None:
-        is_training = self.batch.step is not None
+        is_training, parts = self.batch.step is not None, self._passes.parts
         with self.statistics.micro_batch(0.0) if is_training else nullcontext(), self.no_sync():
             self._passes.join_others()
+        if not is_training:
+            agree(self.comm, "run a model that FSDP2 has sharded", parts.calls, cure=parts.cure)
+        if not (is_training and self._is_active):  # else the exchange compares, and ends it
+            parts.end({name for name, has in parts.has_gradient().items() if has})
 
     def detach(self) -> None:
         super().detach()
@@ -273,12 +281,22 @@ class FullyShardedExchange(PlainExchange):
         self._held.give_back()
 
     def _reduce(self) -> Mapping[str, nn.Parameter]:
-        if self._exact is not None and self.batch.step is not None:
-            self._exact.complete(self.num_exchanges)
         if (failure := self._failure) is not None:
             self._failure = None
             self._stop_all(failure)
         return super()._reduce()
+
+    @property
+    def _calls(self) -> Details:
+        return self._passes.parts.calls
+
+    def _has_new_gradient(self) -> dict[str, bool]:
+        return {**super()._has_new_gradient(), **self._passes.parts.has_gradient()}
+
+    def _agree_on_gradients(self) -> tuple[set[str], Tensor | None]:
+        with_gradient, divisor = super()._agree_on_gradients()
+        self._passes.parts.end(with_gradient)
+        return with_gradient, divisor
 
     @property
     def _not_sharded(self) -> dict[str, nn.Parameter]:
@@ -292,10 +310,11 @@ class FullyShardedExchange(PlainExchange):
             handles.append(AccumulationHook(p, rounded))
         return handles
 
-    def _sum_divided(self) -> None:
-        if self._rounder is None:
-            super()._sum_divided()
+    def _sum_others(self) -> None:
+        if self._rounder is None or self._exact is None:
+            super()._sum_others()
         else:
+            self._exact.complete(self.num_exchanges)
             self._divided.sum_copies(self._off_grid)
             self._rounder.follow(self._off_grid, (), {}, self._not_sharded, self.num_exchanges)
 

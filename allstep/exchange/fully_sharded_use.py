@@ -1,15 +1,15 @@
 """What the passes of a global batch use of a model that FSDP2 has sharded."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # imports what `torch.compiler.disable` does, but late
 
-from allstep.comm import Communicator, fsdp_modules, local_parameters
-from allstep.comm.agreement import agree
+from allstep.comm import fsdp_modules, local_parameters
+from allstep.comm.agreement import Details
 from allstep.errors import UsageError
 from allstep.exchange.hooks import AccumulationHook, ModuleHook, Removable, WeakHook
 from allstep.torch_classes import is_dtensor
@@ -29,12 +29,11 @@ class PartsInUse:
     those gradients that this worker has. Where workers skip different layers, or use different
     parameters of one, it would add up what is of one size in silence, and break off elsewhere. So
     workers send zeros for parameters that they did not use; between `begin` and `end` they note
-    what they call, and compare it before anything is made of the sums, and those parameters that no
-    worker used have no gradient in the end, as in one process.
+    what they call. The exchange compares that before anything is made of the sums, and those
+    parameters that no worker used have no gradient in the end, as in one process.
 
     Args:
         model: sharded by `fully_shard`.
-        comm: the workers.
         rounded: name, gathered parameter, gradient -> what takes the gradient's place, or None.
 
     Attributes:
@@ -42,15 +41,12 @@ class PartsInUse:
             on, with what the names of their parameters begin with.
     """
 
-    def __init__(
-        self, model: nn.Module, comm: Communicator, rounded: Callable[..., Tensor | None] | None
-    ) -> None:
-        self._model = model
-        self._comm = comm
+    def __init__(self, model: nn.Module, rounded: Callable[..., Tensor | None] | None) -> None:
         self._rounded = rounded
         self._modules = fsdp_modules(model)
         self.members = _members_by_module(model)
-        self._sharded = {name for name, p in model.named_parameters() if is_dtensor(p)}
+        # Those of experts are no DTensors.
+        self._sharded = dict.fromkeys(n for n, p in model.named_parameters() if is_dtensor(p))
         self._hooks = []
         for name in self._modules:
             module = model.get_submodule(name)
@@ -62,7 +58,7 @@ class PartsInUse:
         self._send_zeros(True)
         self._hooks_of_whole: dict[nn.Parameter, list[Removable]] = {}
         self._has_begun = False
-        self._calls: list[str] = []
+        self._called: list[str] = []
         self._used: set[str] = set()
         self._used_in_pass: set[str] = set()
         self._without: dict[str, Tensor] = {}  # a gradient, when it began
@@ -76,11 +72,15 @@ class PartsInUse:
     def begin(self) -> None:
         """The passes of a global batch begin, or those of an evaluation."""
         self._has_begun = True
-        self._calls.clear()
+        self._called.clear()
         self._used.clear()
         self._used_in_pass.clear()
-        parameters = self._model.named_parameters()  # those of experts are no DTensors
-        self._without = {n: p for n, p in parameters if p.grad is None and is_dtensor(p)}
+        self._without = {
+            prefix + own_name: p
+            for prefix, member in itertools.chain(*self.members.values())
+            for own_name, p in member._parameters.items()
+            if p is not None and p.grad is None and prefix + own_name in self._sharded
+        }
 
     def end_pass(self, *, is_counted: bool = True) -> None:
         """What follows is of another one.
@@ -91,27 +91,34 @@ class PartsInUse:
         if is_counted:
             self._used |= self._used_in_pass
         if self._used_in_pass and not self._can_send_zeros:  # all must have the same ones
-            self._calls.append(f"gradients of {sorted(self._used_in_pass)}")
+            self._called.append(f"gradients of {sorted(self._used_in_pass)}")
         self._used_in_pass.clear()
 
-    def end(self) -> None:
-        """Compares what workers called, and takes away gradients of what none has used. Collective.
+    @property
+    def calls(self) -> Details:
+        """What this worker has called since `begin`; must be equal on all."""
+        return [(f"call {number}", name) for number, name in enumerate(self._called)]
 
-        Raises:
-            DisagreementError: on every worker, if they called other modules.
+    @property
+    def cure(self) -> str:
+        """Ends the error where it is not."""
+        return _CURE if self._can_send_zeros else _CURE + _OLD_CURE
+
+    def has_gradient(self) -> dict[str, bool]:
+        """name -> whether this worker has a gradient of its own for a sharded parameter."""
+        return {n: n in self._used or n not in self._without for n in self._sharded}
+
+    def end(self, with_gradient: Container[str]) -> None:
+        """Takes away the gradients of what no worker has used.
+
+        Args:
+            with_gradient: names of those that any has a gradient for.
         """
         self._has_begun = False
-        calls = [(f"call {number}", name) for number, name in enumerate(self._calls)]
-        cure = _CURE if self._can_send_zeros else _CURE + _OLD_CURE
-        used = [name in self._used for name in self._without]
-        if not agree(
-            self._comm, "run a model that FSDP2 has sharded", calls, optional=used, cure=cure
-        ):
-            flags = torch.tensor(used, dtype=torch.int32, device=self._comm.device)
-            used = [flag > 0 for flag in self._comm.all_reduce(flags, "max").tolist()]
-        for p, is_used in zip(self._without.values(), used, strict=True):
-            if not is_used:
+        for name, p in self._without.items():
+            if name not in with_gradient:
                 p.grad = None
+        self._without = {}
 
     def _send_zeros(self, is_on: bool) -> None:
         """Whether FSDP2 sums zeros in place of gradients that this worker does not have."""
@@ -124,7 +131,7 @@ class PartsInUse:
         """FSDP2 has gathered the module's parameters, in tensors that it keeps for later calls."""
         if not self._has_begun:
             return
-        self._calls.append(name or type(module).__name__)
+        self._called.append(name or type(module).__name__)
         for prefix, member in self.members[name]:
             for own_name, p in local_parameters(member).items():
                 if p.requires_grad and p not in self._hooks_of_whole:

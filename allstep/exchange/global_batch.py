@@ -1,12 +1,18 @@
 """The global batch that is being run: how its gradients add up to one, over all workers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.exchange.piggyback import all_reduce_notes, times_in, total_weight
+from allstep.exchange.piggyback import (
+    note_of,
+    notes_of,
+    refuse_mixed_weights,
+    times_in,
+    total_weight,
+)
 from allstep.exchange.stragglers import Stragglers
 from allstep.exchange.weighing import Weighing, divide_gradients
 
@@ -66,11 +72,23 @@ class BatchSum:
         self._total_weight = total
         return None if total is None else total * weighing.factor
 
-    def agree_on_divisor(self) -> Tensor | None:
-        """Of the global batch's sums; None for means. Collective, in a message of its own."""
+    def note(self) -> bytes:
+        """What this worker tells the others where no gradients carry it; the same size on all."""
+        return note_of(self.weighing, self._stragglers.own_times)
+
+    def divisor_told(self, told: Sequence[bytes]) -> Tensor | None:
+        """Of the global batch's sums; None for means.
+
+        Args:
+            told: each worker's `note`.
+
+        Raises:
+            UsageError: where some weighed sums and others means; on all workers alike.
+        """
         if self.step is None:
             return None
-        notes = all_reduce_notes(self._comm, self.weighing, self._stragglers.own_times)
+        notes = notes_of(told)
+        refuse_mixed_weights(notes)
         self._stragglers.note(times_in(notes), self._comm)
         return self.divisor(total_weight(notes, self.weighing), self.weighing)
 

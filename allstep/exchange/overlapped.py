@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.errors import AllstepError, CheckpointError
+from allstep.exchange.agreement import agree
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.carry_over import HeldGradients
@@ -352,8 +353,9 @@ class OverlappedExchange(Exchange):
         buckets = self._buckets
         if not buckets.flats:
             if self.is_divided:
+                told = agree(self.comm, self._describe(), told=self.batch.note())
                 self._sum_copies(buckets)
-                self._finish_sums(buckets, {}, self.batch.agree_on_divisor())
+                self._finish_sums(buckets, {}, self.batch.divisor_told(told))
             return {}
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
@@ -400,12 +402,9 @@ class OverlappedExchange(Exchange):
         return self.batch.divisor(total, buckets.tail.weighing)
 
     def _describe(self) -> str:
-        """What this worker believes it exchanges; compared with the others'."""
-        if self.batch.step is not None:
-            trained = self._parameters.trained
-            held = "" if self._exact is None else self._held.in_words(trained)
-            return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}{held}"
-        return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
+        is_held = self._exact is not None and self.batch.step is not None
+        held = self._held.in_words(self._parameters.trained) if is_held else ""
+        return super()._describe() + held
 
     def _present_amp_scale(self) -> float:
         matters = self.policy.staleness or self._reducer.has_residuals

@@ -32,7 +32,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from allstep.comm import Communicator
 from allstep.device import has_streams, is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.state_sweep import checksum
@@ -117,28 +116,25 @@ def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes)
     """
     notes.zero_()
     if notes.numel():
-        weights = [weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units)]
-        own = [*weights, *times.digits()]
+        own = list(note_of(weighing, times))
         mine = torch.tensor(own, dtype=notes.dtype).to(notes.device, non_blocking=True)
         notes.view(-1, _NUM_NOTE)[rank] = mine
 
 
-def all_reduce_notes(comm: Communicator, weighing: Weighing, times: WorkerTimes) -> Tensor:
-    """What all workers tell each other, in a message of its own. Collective.
+def note_of(weighing: Weighing, times: WorkerTimes) -> bytes:
+    """One worker's digits, as they travel where there are no gradients to ride behind.
 
     Args:
-        comm: the workers.
-        weighing: of this worker's losses.
+        weighing: of its losses.
         times: of its last step.
-
-    Raises:
-        UsageError: where some weighed sums and others means.
     """
-    notes = torch.zeros(note_size(comm.size), dtype=torch.float64, device=comm.device)
-    write_note(notes, comm.rank, weighing, times)
-    comm.all_reduce(notes)
-    refuse_mixed_weights(notes)
-    return notes
+    weights = (weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units))
+    return bytes((*weights, *times.digits()))
+
+
+def notes_of(told: Sequence[bytes]) -> Tensor:
+    """The workers' notes as `write_note` and a sum make them, of each worker's `note_of`."""
+    return torch.tensor(list(b"".join(told)), dtype=torch.float64)
 
 
 def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:

@@ -1,13 +1,15 @@
 """The plain exchange: the specification of all others, and their oracle."""
 
 from collections.abc import Mapping
+from itertools import compress
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from allstep.comm.agreement import digest
-from allstep.exchange.agreement import agree
+from allstep.comm.agreement import Details, digest
+from allstep.exchange.agreement import CURE, agree
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.parameters import sparse_gradient_message
 from allstep.exchange.policy import ExchangeStats
@@ -20,8 +22,11 @@ class PlainExchange(Exchange):
 
     with `batch.scale`, which is 1/size for a mean. A worker without a gradient counts as zero.
     A parameter that no worker has a gradient for keeps `p.grad` as it is. Sums of losses with
-    weights are divided by the weights' total, which is one more all-reduce.
+    weights are divided by the weights' total. One message goes before the all-reduces, with all
+    that workers compare and tell each other.
     """
+
+    _cure = CURE
 
     _sent_bytes = 0
     _exchange_s = 0.0
@@ -37,38 +42,50 @@ class PlainExchange(Exchange):
         for name, p in trained.items():
             if p.grad is not None and p.grad.layout != torch.strided:
                 self._stop_all(sparse_gradient_message(name))
-        names = self._agree_on_parameters()
-        gradients = tuple(_gradient(trained[name]) for name in names)
+        names, divisor = self._agree_on_gradients()
+        summed = {name: p for name, p in trained.items() if name in names}
+        gradients = tuple(map(_gradient, summed.values()))
         if gradients:
             torch._foreach_mul_(gradients, self.batch.scale)
             self.comm.all_reduce(gradients)
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
-        self._sum_divided()
+        self._sum_others()
         self._exchange_s += perf_counter() - start_s
-        self._divide_sums((trained[name] for name in names), self.batch.agree_on_divisor())
-        return {name: trained[name] for name in names}
+        self._divide_sums(summed.values(), divisor)
+        return summed
 
-    def _sum_divided(self) -> None:
+    def _sum_others(self) -> None:
         """Of parameters that only this worker has, and maybe copies."""
         self._divided.sum_copies({})
 
-    def _agree_on_parameters(self) -> list[str]:
-        """The parameters that any worker has a new gradient for, in the model's order."""
-        trained = self._parameters.trained
-        touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
+    def _agree_on_gradients(self) -> tuple[set[str], Tensor | None]:
+        """The parameters that any worker has a new gradient for, and what sums are divided by."""
         state = self._next_state(self.comm.device)
-        compared = state.entries() if state else ()
-        if not agree(
+        compared = (*self._calls, *(state.entries() if state else ()))
+        has_new, note = self._has_new_gradient(), self.batch.note()
+        told = agree(
             self.comm,
-            "exchange gradients",
+            self._describe(),
             (*self._signature, *compared),
             details_digest=digest((self._digest, compared)),
-            optional=touched,
-        ):
-            flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)
-            touched = [flag > 0 for flag in self.comm.all_reduce(flags, "max").tolist()]
-        return [name for name, is_touched in zip(trained, touched, strict=True) if is_touched]
+            told=note + np.packbits(np.array([*has_new.values()], bool)).tobytes(),
+            cure=self._cure,
+        )
+        divisor = self.batch.divisor_told([each[: len(note)] for each in told])
+        bits = [np.frombuffer(each, np.uint8, offset=len(note)) for each in told]
+        has_any = np.unpackbits(np.bitwise_or.reduce(bits), count=len(has_new)).astype(bool)
+        return set(compress(has_new, has_any)), divisor
+
+    @property
+    def _calls(self) -> Details:
+        """What this worker called in the passes of the global batch, where that must be equal."""
+        return ()
+
+    def _has_new_gradient(self) -> dict[str, bool]:
+        """name -> whether this worker has a gradient for it that the others have not seen."""
+        trained = self._parameters.trained.items()
+        return {name: name in self._touched and p.grad is not None for name, p in trained}
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.comm.agreement import agree, explain
+from allstep.comm.agreement import agree, digest_bytes, explain
 from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
 from allstep.exchange.state_sweep import tensor_checksums
@@ -187,7 +187,7 @@ class Checkpoints:
         )
         shapes = [(name, list(x.shape), dtype_name(x.dtype)) for name, x in divided.items()]
         with self._comm.announced.call(action):
-            if agree(self._comm, action, shapes, optional=(mine, parts)):
+            if len(set(agree(self._comm, action, shapes, told=digest_bytes((mine, parts))))) == 1:
                 return
         by_rank = self._comm.all_gather_object((mine, parts))
         first, *others = (dict(whole) for whole, _ in by_rank)

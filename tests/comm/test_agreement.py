@@ -124,7 +124,7 @@ def test_check_costs_one_message_of_one_size():
             sizes.append(list(bodies))
         return sizes
 
-    assert run_ranks(2, work) == [[[], [24], [], [24], [24], []]] * 2
+    assert run_ranks(2, work) == [[[], [16], [], [16], [16], []]] * 2
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "shared_memory"])

@@ -1,5 +1,8 @@
 """Models under FSDP2 of which workers use different layers and parameters."""
 
+import os
+import re
+import signal
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from allstep.exchange.fully_sharded_use import PartsInUse
 from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import whole_state
 from tests.helpers.messages import check_messages
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import Workers, run_processes
 from tests.helpers.versions import needs_torch_2_13
 
 pytestmark = pytest.mark.process
@@ -104,7 +107,7 @@ def train_sharded(comm: Communicator) -> list[dict[str, Tensor]]:
     assert all(of_branches[:2]) and of_branches[2] == 0
     found = train(comm, branches(TURNS), is_sharded=True)
     PartsInUse._send_zeros = lambda self, is_on: None  # type: ignore[method-assign]
-    PartsInUse.end = lambda self: None  # type: ignore[method-assign]
+    PartsInUse.end = lambda self, _: None  # type: ignore[method-assign]
     return [found, train(comm, branches(MIXED), is_sharded=True)]
 
 
@@ -141,3 +144,66 @@ def test_layers_that_only_some_workers_call_are_refused() -> None:
     }
     for found in run_processes(2, refusals):
         check_messages(found, words)
+
+
+def messages_of_steps(comm: Communicator) -> list[list[str]]:
+    """What allstep sends in each step; a worker comes to it with a gradient that others lack."""
+    model = Branches().double()
+    fully_shard(model, mesh=comm.mesh(data=comm.size).device_mesh())
+    exchange = allstep.attach(model, comm)
+    kept = model.unused.bias
+    if comm.rank == 0:
+        kept.grad = torch.zeros_like(kept)
+    all_reduce, all_gather, sent = comm.wire.all_reduce, comm.messages.all_gather, list[str]()
+
+    def counted_all_reduce(*arguments: Any) -> Any:
+        sent.append("all_reduce")
+        return all_reduce(*arguments)
+
+    def counted_all_gather(*arguments: Any, **options: Any) -> list[bytes]:
+        sent.append("all_gather")
+        return all_gather(*arguments, **options)
+
+    comm.wire.all_reduce = counted_all_reduce  # type: ignore[method-assign]
+    comm.messages.all_gather = counted_all_gather  # type: ignore[method-assign]
+    loader = allstep.data.loader(
+        samples(branches(TURNS)), comm, global_batch=5 * MICRO_BATCH, micro_batch=MICRO_BATCH
+    )
+    found = []
+    for batch in allstep.steps(loader, exchange):
+        for (x,) in batch:
+            batch.backward(model(x).square().mean())
+        found.append(sent.copy())
+        sent.clear()
+        assert kept.grad is not None  # the other worker has its part
+    return found
+
+
+def test_a_step_takes_two_messages_beside_those_of_fsdp2() -> None:
+    """How many passes the workers make, sent before them, and one comparison of all else."""
+    for _, *steps in run_processes(2, messages_of_steps):  # the first compares more
+        assert len(steps) == 3
+        assert all(sent == ["all_reduce", "all_gather"] for sent in steps)
+
+
+def lose_a_worker_between_steps() -> None:
+    with allstep.init(device="cpu", timeout_s=30.0) as comm:
+        model = Branches().double()
+        fully_shard(model, mesh=comm.mesh(data=comm.size).device_mesh())
+        exchange = allstep.attach(model, comm)
+        loader = allstep.data.loader(
+            samples(branches(TURNS)), comm, global_batch=5 * MICRO_BATCH, micro_batch=MICRO_BATCH
+        )
+        for batch in allstep.steps(loader, exchange):
+            for (x,) in batch:
+                batch.backward(model(x).square().mean())
+            if batch.step == 1 and comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_worker_that_is_lost_between_two_steps_has_a_name() -> None:
+    """FSDP2's first message of a step would end with the backend's words."""
+    with Workers(2, lose_a_worker_between_steps, ()) as workers:
+        assert workers.join() == [1, -signal.SIGKILL]
+        lost = workers.outcomes()[0].value
+    assert re.search(r"PeerLostError: `all_reduce` on rank 0 of 2: rank 1 \(process \d+ on ", lost)
