@@ -13,7 +13,8 @@ from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
 from allstep.exchange.exchange import Exchange, exchanges_of
-from allstep.exchange.fully_sharded import FullyShardedExchange, check_fully_sharded
+from allstep.exchange.fully_sharded import FullyShardedExchange
+from allstep.exchange.fully_sharded_checks import check_fully_sharded
 from allstep.exchange.hooks import owners_of
 from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange

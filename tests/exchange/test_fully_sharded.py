@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep import Communicator
 from allstep.exchange import ParameterServer
-from allstep.exchange.fully_sharded import CollectivePasses
+from allstep.exchange.fully_sharded_passes import CollectivePasses
 from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import misfit, run_epochs, save_whole, whole_state
 from tests.helpers.messages import check_messages, refused

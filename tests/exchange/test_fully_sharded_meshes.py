@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.exchange.fully_sharded import CollectivePasses
+from allstep.exchange.fully_sharded_passes import CollectivePasses
 from allstep.nn import tensor_parallel
 from allstep.torch_classes import local_part
 from tests.exchange.nets import assert_same, differs
