@@ -266,6 +266,7 @@ def examine(
 
 @pytest.mark.net
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
     hosts: NamedHosts, tmp_path: Path, capsys: pytest.CaptureFixture[str]

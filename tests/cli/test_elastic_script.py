@@ -56,6 +56,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
     """Soon: else they would train on and on."""
     given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, 1_000_000)

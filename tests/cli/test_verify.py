@@ -511,6 +511,7 @@ def test_stages_of_a_pipeline_are_compared(flags, causes):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_meshes_are_compared(tmp_path):
     """Halves by `tensor_parallel` against two copies, whose norm's gradient is right."""
     script = SCRIPT.with_name("meshes.py")

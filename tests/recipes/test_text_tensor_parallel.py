@@ -99,6 +99,7 @@ def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_exact_sums_over_the_data_axis(folder: Path, tmp_path: Path) -> None:
     """The bits of a layout depend on the tensor axis alone; without exact sums on both."""
     recipe = small(folder, depth=1, precision="float32", train_share=0.08)
