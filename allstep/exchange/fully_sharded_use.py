@@ -118,6 +118,7 @@ class PartsInUse:
         for name, p in self._without.items():
             if name not in with_gradient:
                 p.grad = None
+        self._called.clear()
         self._without = {}
 
     def _send_zeros(self, is_on: bool) -> None:
