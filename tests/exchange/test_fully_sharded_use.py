@@ -179,6 +179,7 @@ def messages_of_steps(comm: Communicator) -> list[list[str]]:
     return found
 
 
+@needs_torch_2_13
 def test_a_step_takes_two_messages_beside_those_of_fsdp2() -> None:
     """How many passes the workers make, sent before them, and one comparison of all else."""
     for _, *steps in run_processes(2, messages_of_steps):  # the first compares more
@@ -201,6 +202,7 @@ def lose_a_worker_between_steps() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+@needs_torch_2_13
 def test_worker_that_is_lost_between_two_steps_has_a_name() -> None:
     """FSDP2's first message of a step would end with the backend's words."""
     with Workers(2, lose_a_worker_between_steps, ()) as workers:
