@@ -145,12 +145,13 @@ class FullyShardedExchange(PlainExchange):
         return handles
 
     def _sum_others(self) -> None:
-        if self._rounder is None or self._exact is None:
+        if self._exact is None or self.batch.step is None:
             super()._sum_others()
         else:
-            self._exact.complete(self.num_exchanges)
+            sums, number = self._exact.sums, self.num_exchanges
+            self._exact.complete(number)
             self._divided.sum_copies(self._off_grid)
-            self._rounder.follow(self._off_grid, (), {}, self._not_sharded, self.num_exchanges)
+            sums.follow(self._off_grid, (), {}, self._not_sharded, number)
 
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)

@@ -27,7 +27,6 @@ class PlainExchange(Exchange):
     """
 
     _cure = CURE
-
     _sent_bytes = 0
     _exchange_s = 0.0
 

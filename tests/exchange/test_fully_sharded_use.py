@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator
+from allstep.data import MapLoader
 from allstep.errors import DisagreementError
+from allstep.exchange import Exchange
 from allstep.exchange.fully_sharded_use import PartsInUse
 from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import whole_state
@@ -146,11 +150,18 @@ def test_layers_that_only_some_workers_call_are_refused() -> None:
         check_messages(found, words)
 
 
-def messages_of_steps(comm: Communicator) -> list[list[str]]:
-    """What allstep sends in each step; a worker comes to it with a gradient that others lack."""
+def sharded(comm: Communicator) -> tuple[Branches, Exchange, MapLoader]:
+    """A model that workers use different branches of, and four global batches."""
     model = Branches().double()
     fully_shard(model, mesh=comm.mesh(data=comm.size).device_mesh())
-    exchange = allstep.attach(model, comm)
+    data = samples(branches(TURNS))
+    loader = allstep.data.loader(data, comm, global_batch=5 * MICRO_BATCH, micro_batch=MICRO_BATCH)
+    return model, allstep.attach(model, comm), loader
+
+
+def messages_of_steps(comm: Communicator) -> list[list[str]]:
+    """What allstep sends in each step; a worker comes to it with a gradient that others lack."""
+    model, exchange, loader = sharded(comm)
     kept = model.unused.bias
     if comm.rank == 0:
         kept.grad = torch.zeros_like(kept)
@@ -166,9 +177,6 @@ def messages_of_steps(comm: Communicator) -> list[list[str]]:
 
     comm.wire.all_reduce = counted_all_reduce  # type: ignore[method-assign]
     comm.messages.all_gather = counted_all_gather  # type: ignore[method-assign]
-    loader = allstep.data.loader(
-        samples(branches(TURNS)), comm, global_batch=5 * MICRO_BATCH, micro_batch=MICRO_BATCH
-    )
     found = []
     for batch in allstep.steps(loader, exchange):
         for (x,) in batch:
@@ -187,25 +195,24 @@ def test_a_step_takes_two_messages_beside_those_of_fsdp2() -> None:
         assert all(sent == ["all_reduce", "all_gather"] for sent in steps)
 
 
-def lose_a_worker_between_steps() -> None:
+def lose_a_worker_between_steps(is_behind_step: Path) -> None:
     with allstep.init(device="cpu", timeout_s=30.0) as comm:
-        model = Branches().double()
-        fully_shard(model, mesh=comm.mesh(data=comm.size).device_mesh())
-        exchange = allstep.attach(model, comm)
-        loader = allstep.data.loader(
-            samples(branches(TURNS)), comm, global_batch=5 * MICRO_BATCH, micro_batch=MICRO_BATCH
-        )
+        model, exchange, loader = sharded(comm)
         for batch in allstep.steps(loader, exchange):
             for (x,) in batch:
                 batch.backward(model(x).square().mean())
-            if batch.step == 1 and comm.rank == 1:
+            if batch.step == 1 and comm.rank == 0:
+                is_behind_step.touch()
+            elif batch.step == 1:
+                while not is_behind_step.exists():  # what was sent might end with the connection
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 @needs_torch_2_13
-def test_worker_that_is_lost_between_two_steps_has_a_name() -> None:
+def test_worker_that_is_lost_between_two_steps_has_a_name(tmp_path: Path) -> None:
     """FSDP2's first message of a step would end with the backend's words."""
-    with Workers(2, lose_a_worker_between_steps, ()) as workers:
+    with Workers(2, lose_a_worker_between_steps, (tmp_path / "is-behind-step",)) as workers:
         assert workers.join() == [1, -signal.SIGKILL]
         lost = workers.outcomes()[0].value
     assert re.search(r"PeerLostError: `all_reduce` on rank 0 of 2: rank 1 \(process \d+ on ", lost)
