@@ -16,6 +16,7 @@ from allstep.exchange.exchange import Exchange, exchanges_of
 from allstep.exchange.fully_sharded import FullyShardedExchange
 from allstep.exchange.fully_sharded_checks import check_fully_sharded
 from allstep.exchange.hooks import owners_of
+from allstep.exchange.local_sgd_exchange import LocalSGDExchange
 from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.parameters import ParameterSet, signature
@@ -110,8 +111,10 @@ def attach(
         exchange = FullyShardedExchange(model, comm, policy)
     elif isinstance(policy, Synchronous) and policy.plain:
         exchange = PlainExchange(model, comm, policy)
+    elif isinstance(policy, LocalSGD) and optimizer is not None:
+        exchange = LocalSGDExchange(model, comm, policy, scaler, optimizer)
     else:
-        exchange = OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)
+        exchange = OverlappedExchange(model, comm, policy, scaler)
     watch(exchange)
     if scaler is not None:
         begin_scale(scaler, comm.device)

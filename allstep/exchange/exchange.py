@@ -1,7 +1,7 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -26,7 +26,7 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.model_hooks import ModelHooks
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.part_gradients import PartGradients
-from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
+from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.state_sweep import StatePart, StateSweep
 from allstep.exchange.stragglers import Stragglers
 from allstep.exchange.weighing import divide_gradients
@@ -49,25 +49,17 @@ class Exchange(ABC):
         num_exchanges: exchanges of gradients so far.
         batch: the global batch that is being run, and how gradients add up.
         has_gradients: whether the last exchange left a gradient to make an update with.
-        averaging: of the parameters, with local SGD.
+        averaging: of the parameters, with local SGD; None without.
         awaits_update: whether a global batch has been run whose turn in `steps` is not over, and
             no update was made yet.
         optimizers: that have updated the model.
         stragglers: the workers' times.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        policy: ExchangePolicy,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
         self.model = model
         self.comm = comm
         self.policy = policy
-        self._averaged_by = optimizer
         self.optimizers = WeakSet[torch.optim.Optimizer]()
         self.stragglers = Stragglers()
         self._begin()
@@ -102,18 +94,17 @@ class Exchange(ABC):
         self.is_attached = True
         self.awaits_update = False
         try:
-            if self._is_active:
-                self._activate()
-            self._divided.broadcast()
-            self._hook_lazy_modules()
-            if isinstance(policy, LocalSGD) and self._averaged_by is not None:
-                algorithm = self._averaging_algorithm()
-                self.averaging = ParameterAveraging(
-                    model, comm, self._averaged_by, policy, algorithm=algorithm
-                )
+            self._take_up()
         except BaseException:
             self.detach()
             raise
+
+    def _take_up(self) -> None:
+        """Hooks the model and gives all copies the same values. Collective."""
+        if self._is_active:
+            self._activate()
+        self._divided.broadcast()
+        self._hook_lazy_modules()
 
     @abstractmethod
     def _reduce(self) -> Mapping[str, nn.Parameter]:
@@ -129,10 +120,6 @@ class Exchange(ABC):
     def _end_global_batch(self) -> None:
         """After them, also where they have failed."""
         self._give_back()
-
-    def _averaging_algorithm(self) -> Callable[[int], str] | None:
-        """What tells how parameters of so many bytes are summed, if the policy does not."""
-        return None
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -289,8 +276,6 @@ class Exchange(ABC):
             self._follow_model()
         elif self._is_active and self._parameters.has_joined():
             self.sync_parameters()  # before anybody watches what changes them
-        if self.averaging is not None:
-            self.averaging.average_if_due()  # where the optimizer's step was skipped
         self.batch.begin(step, samples, sum_factor)
         self._carry()
         try:
@@ -395,7 +380,7 @@ class Exchange(ABC):
         return {
             "policy": self.policy.state_dict(),
             "num_exchanges": self.num_exchanges,
-            "averaging": None if self.averaging is None else self.averaging.state_dict(),
+            "averaging": None,
         }
 
     def _gather_exact_state(self) -> dict[str, Any]:
@@ -432,8 +417,6 @@ class Exchange(ABC):
         self.num_exchanges = state["num_exchanges"]
         if "statistics" in state:
             self.statistics.load_state_dict(state["statistics"])
-        if self.averaging is not None and state["averaging"] is not None:
-            self.averaging.load_state_dict(state["averaging"])
 
     def sync_buffers(self) -> None:
         """Makes batch norm's running statistics the mean over the workers. Collective.
@@ -446,8 +429,6 @@ class Exchange(ABC):
             UsageError: after `detach`.
         """
         self._refuse_detached("sync_buffers")
-        if self.averaging is not None:
-            self.averaging.flush()
         self._follow_changes()
         if self._is_active:
             self._agree("sum running statistics")
@@ -509,8 +490,7 @@ class Exchange(ABC):
         self.statistics.refresh()
         if self._is_active:
             # What starts to be trained may have been changed, and in a round of local SGD it has.
-            is_in_round = self.averaging is not None and not self.averaging.is_synchronized
-            new = joined if is_in_round else {**joined, **newly_trained}
+            new = joined if self._is_in_round else {**joined, **newly_trained}
             described = signature(self._parameters.tensors)
             self._agree("take up new parameters", described, digest((described, len(new))))
             if new:
@@ -532,8 +512,6 @@ class Exchange(ABC):
         self._hooks.remove()
         self._divided.detach()
         self.statistics.detach()
-        if self.averaging is not None:
-            self.averaging.detach()
 
     def begin_again(self, state: Mapping[str, Any]) -> None:
         """Takes up the workers that `comm` is of now, whoever they were before. Collective.
@@ -613,22 +591,19 @@ class Exchange(ABC):
     @property
     def _stays_local(self) -> bool:
         """Whether the present global batch's gradients stay with their worker."""
-        return self.averaging is not None and self.averaging.is_local(self.averaging.num_batches)
+        return False
+
+    @property
+    def _is_in_round(self) -> bool:
+        """Whether each worker has parameters of its own by now, with local SGD."""
+        return False
 
     def _exchange(self) -> None:
-        stays_local = self._stays_local
         self.comm.activity.enter("exchange")
         self._carry()
         with torch.no_grad():
-            if stays_local:
-                trained = self._parameters.trained.values()
-                self.batch.take_own_for_all(trained, self.comm.size)
-                self._carry_over.finish(trained)
-            else:
-                self._carry_over.finish(self._reduce().values())
-                self._give_back()
-        if self.averaging is not None:
-            self.averaging.count_batch(was_exchanged=not stays_local)
+            self._carry_over.finish(self._reduce().values())
+        self._give_back()
         self._touched.clear()
         self.statistics.mark_local()
         self.statistics.warn_if_local()
@@ -722,13 +697,9 @@ class Exchange(ABC):
             if not self._hooks.are_newest():  # others' come before
                 self._hooks.follow_gradients(self._parameters.trained, self._hook)
 
-    def _warn_if_local(self, _model: object = None, _prefix: str = "", keep: bool = False) -> None:
-        """Before values are copied; `state_dict(keep_vars=True)` gives the tensors to look at."""
-        if keep:
-            return
+    def _warn_if_local(self) -> None:
+        """Before values are copied."""
         self.statistics.warn_if_local(in_training=True)
-        if self.averaging is not None:
-            self.averaging.warn_if_local()
 
     def _refuse_capture(self) -> None:
         """A replayed graph would not ask whether all workers came for the same thing."""

@@ -20,21 +20,24 @@ class ModelHooks:
     Args:
         exchange: whose they are.
         model: that is attached; it is marked so at once.
-        before_copy: is called before its values are copied: into a state dict, whose arguments it
-            gets, a copy of the model, or an `AveragedModel`, which takes them by `model.buffers()`.
+        before_copy: is called before its values are copied: into a state dict, a copy of the
+            model, or an `AveragedModel`, which takes them by `model.buffers()`.
     """
 
-    def __init__(
-        self, exchange: object, model: nn.Module, before_copy: Callable[..., None]
-    ) -> None:
+    def __init__(self, exchange: object, model: nn.Module, before_copy: Callable[[], None]) -> None:
         self._exchange = exchange
         self._model = model
         self._of_model: list[Removable] = []
         self._of_lazy_modules: list[Removable] = []
         self._of_parameters: dict[nn.Parameter, list[Removable]] = {}
         self._newest: list[tuple[Mapping[int, object], int]] = []  # hooks, and which is ours
+
+        def before_state_dict(_module: object, _prefix: str, keep_vars: bool) -> None:
+            if not keep_vars:  # which gives the tensors to look at
+                before_copy()
+
         # The mark is on an event that costs nothing in a step.
-        hook = FunctionHook(exchange, before_copy)
+        hook = FunctionHook(exchange, before_state_dict)
         self._hook_model(model.register_state_dict_pre_hook, hook)
 
         def buffers(recurse: bool = True) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
@@ -44,7 +44,6 @@ class OverlappedExchange(Exchange):
         comm: the workers.
         policy: how to exchange.
         scaler: the GradScaler that losses are scaled with.
-        optimizer: of the model's parameters, for local SGD.
         is_read_late: whether the host reads the workers' comparison a step late, as it should on
             CUDA, where it is the default. [Note: late reading]
     """
@@ -56,12 +55,11 @@ class OverlappedExchange(Exchange):
         policy: ExchangePolicy,
         scaler: torch.amp.GradScaler | None = None,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
         is_read_late: bool | None = None,
     ) -> None:
         self._scaler = scaler
         self._is_read_late = reads_late(comm.device) if is_read_late is None else is_read_late
-        super().__init__(model, comm, policy, optimizer=optimizer)
+        super().__init__(model, comm, policy)
 
     def _begin(self) -> None:
         comm, policy = self.comm, self.policy
@@ -454,9 +452,6 @@ class OverlappedExchange(Exchange):
 
     def _give_back(self) -> None:
         self._held.give_back()
-
-    def _averaging_algorithm(self) -> Callable[[int], str] | None:
-        return self._reducer.measured_algorithm_for
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()

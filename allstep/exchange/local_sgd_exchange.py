@@ -1,0 +1,92 @@
+"""Local SGD as an exchange: gradients stay with their worker, parameters are averaged."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from allstep.comm import Communicator
+from allstep.exchange.local_sgd import ParameterAveraging
+from allstep.exchange.overlapped import OverlappedExchange
+from allstep.exchange.policy import LocalSGD
+
+
+class LocalSGDExchange(OverlappedExchange):
+    """Exchanges the gradients of the first global batches; then averages parameters.
+
+    Args:
+        model: the same on every worker.
+        comm: the workers.
+        policy: how often parameters are averaged.
+        scaler: the GradScaler that losses are scaled with.
+        optimizer: of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        policy: LocalSGD,
+        scaler: torch.amp.GradScaler | None,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._local_sgd, self._averaged_by = policy, optimizer
+        super().__init__(model, comm, policy, scaler)
+
+    def _take_up(self) -> None:
+        super()._take_up()
+        algorithm = self._reducer.measured_algorithm_for
+        self.averaging = ParameterAveraging(
+            self.model, self.comm, self._averaged_by, self._local_sgd, algorithm=algorithm
+        )
+
+    @property
+    def _rounds(self) -> ParameterAveraging:
+        assert self.averaging is not None  # from the end of `_take_up` on
+        return self.averaging
+
+    @property
+    def _stays_local(self) -> bool:
+        return self._rounds.is_local(self._rounds.num_batches)
+
+    @property
+    def _is_in_round(self) -> bool:
+        return not self._rounds.is_synchronized
+
+    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
+        self._rounds.average_if_due()  # where the optimizer's step was skipped
+        super()._begin_global_batch(num_micro_batches, num_passes)
+
+    def _reduce(self) -> Mapping[str, nn.Parameter]:
+        summed: Mapping[str, nn.Parameter] = self.trained
+        stays_local = self._stays_local
+        if stays_local:
+            self.batch.take_own_for_all(summed.values(), self.comm.size)
+        else:
+            summed = super()._reduce()
+        self._rounds.count_batch(was_exchanged=not stays_local)
+        return summed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "averaging": self._rounds.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["averaging"] is not None:
+            self._rounds.load_state_dict(state["averaging"])
+
+    def sync_buffers(self) -> None:
+        self._refuse_detached("sync_buffers")
+        self._rounds.flush()
+        super().sync_buffers()
+
+    def detach(self) -> None:
+        super().detach()
+        if self.averaging is not None:
+            self.averaging.detach()
+
+    def _warn_if_local(self) -> None:
+        super()._warn_if_local()
+        if self.averaging is not None:
+            self.averaging.warn_if_local()
