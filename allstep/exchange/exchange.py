@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -82,7 +82,6 @@ class Exchange(ABC):
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._failure: str | None = None  # what this worker tells the others at the end
-        self._is_left_out = False
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
         self._hooks = ModelHooks(self, model, self._warn_if_local)
         self.num_exchanges = 0
@@ -289,17 +288,12 @@ class Exchange(ABC):
         self.awaits_update = True
         self._parts.note_global()
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self) -> AbstractContextManager[None]:
         """Around a global batch of other exchanges: an exchange of this one is refused.
 
         It would come after each micro-batch, and workers have different numbers of them.
         """
-        self._is_left_out = True
-        try:
-            yield
-        finally:
-            self._is_left_out = False
+        return self.batch.left_out()
 
     def total_weight(self) -> float:
         """All workers' weights of the global batch, after its exchange; 1 where losses are means.
@@ -548,8 +542,8 @@ class Exchange(ABC):
         """A backward pass has added to `p.grad`; more may follow in others."""
         self._touched.add(name)
         if not self._num_suspended:
-            if self._is_left_out:
-                self._refuse_left_out(name)
+            if self.batch.is_left_out:
+                self.batch.refuse_left_out(name, self.model)
             self._backward_pass.request()
 
     def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
@@ -632,14 +626,6 @@ class Exchange(ABC):
             raise UsageError(
                 f"`{verb}` was called after `detach()`; call it before, or attach again."
             )
-
-    def _refuse_left_out(self, name: str) -> NoReturn:
-        raise UsageError(
-            f"`{name}` of the {type(self.model).__name__} got a gradient in the loop over a global"
-            " batch, and `steps` was not given the exchange of this model, which is attached, too:"
-            " its mean would be taken after each micro-batch. Give `steps(loader, exchange, other)`"
-            " all exchanges, or put the models in one `torch.nn.ModuleList` and attach that."
-        )
 
     def _refuse_late_parameters(self) -> None:
         if not self._parameters.has_joined():

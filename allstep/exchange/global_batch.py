@@ -1,11 +1,14 @@
 """The global batch that is being run: how its gradients add up to one, over all workers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.errors import UsageError
 from allstep.exchange.piggyback import (
     note_of,
     notes_of,
@@ -32,6 +35,7 @@ class BatchSum:
     Attributes:
         step: the number of the global batch that is being run, if one is.
         weighing: of this worker's losses.
+        is_left_out: whether a global batch of other models is being run.
     """
 
     def __init__(self, comm: Communicator, reduction: str, stragglers: Stragglers) -> None:
@@ -40,6 +44,7 @@ class BatchSum:
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self.step: int | None = None
         self.weighing = Weighing.of_means()
+        self.is_left_out = False
 
     def begin(self, step: int, samples: str, sum_factor: float) -> None:
         """A global batch begins; see `Exchange.global_batch`."""
@@ -49,6 +54,24 @@ class BatchSum:
     def end(self) -> None:
         """It has ended, maybe with an exception."""
         self.step, self.weighing = None, Weighing.of_means()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Around one of other models; see `Exchange.left_out`."""
+        self.is_left_out = True
+        try:
+            yield
+        finally:
+            self.is_left_out = False
+
+    def refuse_left_out(self, name: str, model: nn.Module) -> NoReturn:
+        """For a parameter of a model that gets a gradient there."""
+        raise UsageError(
+            f"`{name}` of the {type(model).__name__} got a gradient in the loop over a global"
+            " batch, and `steps` was not given the exchange of this model, which is attached, too:"
+            " its mean would be taken after each micro-batch. Give `steps(loader, exchange, other)`"
+            " all exchanges, or put the models in one `torch.nn.ModuleList` and attach that."
+        )
 
     def in_words(self) -> str:
         """Which one it is, to be compared with the other workers'."""
