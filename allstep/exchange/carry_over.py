@@ -1,10 +1,12 @@
 """What an earlier exchange has left in `p.grad`, where the next one would count it again."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from allstep.exchange.divided import DividedParameters
+from allstep.exchange.global_batch import BatchSum
 from allstep.exchange.parameters import ParameterSet
 
 
@@ -18,20 +20,44 @@ class CarryOver:
 
     Args:
         parameters: whose `p.grad` it is.
+        divided: likewise, if it is held.
+        batch: tells whether gradients are summed.
         size: the number of workers.
+        is_held: whether it is kept out of the exchange now, rather than divided.
+
+    Attributes:
+        held: what is kept out.
     """
 
-    def __init__(self, parameters: ParameterSet, size: int) -> None:
-        self._parameters = parameters
-        self._size = size
+    def __init__(
+        self,
+        parameters: ParameterSet,
+        divided: DividedParameters,
+        batch: BatchSum,
+        size: int,
+        is_held: Callable[[], bool],
+    ) -> None:
+        self._parameters, self._divided = parameters, divided
+        self._batch, self._size, self._is_held = batch, size, is_held
         self._carried: dict[int, nn.Parameter] = {}  # whose `p.grad` is a part of a sum by now
+        self.held = HeldGradients()
 
-    @torch.no_grad()
     def carry(self, names: Iterable[str] | None = None) -> None:
         """Before gradients are added to `p.grad`, or it is summed; all that was not yet if None."""
         trained = self._parameters.trained
-        found = (trained[name] for name in (trained if names is None else names))
-        new = {id(p): p for p in found if id(p) not in self._carried}
+        found = trained if names is None else {name: trained[name] for name in names}
+        if self._is_held():
+            self.held.take({**found, **self._divided.by_name} if names is None else found)
+        elif self._size > 1 and self._batch.scale == 1:
+            self._divide(found.values())
+
+    def carry_one(self, name: str, _: Tensor | None) -> None:
+        """Before a gradient is added to one parameter's."""
+        self.carry([name])
+
+    @torch.no_grad()
+    def _divide(self, parameters: Iterable[nn.Parameter]) -> None:
+        new = {id(p): p for p in parameters if id(p) not in self._carried}
         gradients = [p.grad for p in new.values() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, self._size)

@@ -88,7 +88,9 @@ class Exchange(ABC):
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
         self.batch = BatchSum(comm, policy.reduction, self.stragglers)
-        self._carry_over = CarryOver(self._parameters, comm.size)
+        self._carry_over = CarryOver(
+            self._parameters, self._divided, self.batch, comm.size, self._holds_gradients
+        )
         self.averaging: ParameterAveraging | None = None
         self.is_attached = True
         self.awaits_update = False
@@ -118,7 +120,7 @@ class Exchange(ABC):
 
     def _end_global_batch(self) -> None:
         """After them, also where they have failed."""
-        self._give_back()
+        self._carry_over.held.give_back()
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -276,7 +278,7 @@ class Exchange(ABC):
         elif self._is_active and self._parameters.has_joined():
             self.sync_parameters()  # before anybody watches what changes them
         self.batch.begin(step, samples, sum_factor)
-        self._carry()
+        self._carry_over.carry()
         try:
             self._begin_global_batch(num_micro_batches, num_passes)
             yield
@@ -346,7 +348,7 @@ class Exchange(ABC):
             return
         if self._parameters.has_joined():
             self.sync_parameters()
-        self._carry()
+        self._carry_over.carry()
         self._touch_all()
         self._exchange()
 
@@ -455,7 +457,7 @@ class Exchange(ABC):
         self._refuse_detached("sync_parameters")
         newly_trained = self._follow_model()
         if self.batch.step is not None:  # their first gradients are to be summed
-            self._carry(newly_trained)
+            self._carry_over.carry(newly_trained)
 
     def _follow_changes(self) -> None:
         """Before what is of the whole model, outside of a step. Collective."""
@@ -502,7 +504,7 @@ class Exchange(ABC):
         """
         self._warn_if_local()
         self.is_attached = False
-        self._give_back()
+        self._carry_over.held.give_back()
         self._hooks.remove()
         self._divided.detach()
         self.statistics.detach()
@@ -527,16 +529,9 @@ class Exchange(ABC):
         """Whether there is anything to do; gradients of a lone worker are their own mean."""
         return self.comm.size > 1
 
-    def _carry(self, names: Iterable[str] | None = None) -> None:
-        """Before gradients are summed, of all parameters if None; see `CarryOver.carry`."""
-        if self.comm.size > 1 and self.batch.scale == 1:
-            self._carry_over.carry(names)
-
-    def _carry_one(self, name: str, _: Tensor | None) -> None:
-        self._carry([name])
-
-    def _give_back(self) -> None:  # noqa: B027 (few exchanges hold anything)
-        """Adds what was held apart, if anything was, to what the exchange has left."""
+    def _holds_gradients(self) -> bool:
+        """Whether what `p.grad` has held so far stays out of the exchange, to be added after it."""
+        return False
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         """A backward pass has added to `p.grad`; more may follow in others."""
@@ -594,10 +589,10 @@ class Exchange(ABC):
 
     def _exchange(self) -> None:
         self.comm.activity.enter("exchange")
-        self._carry()
+        self._carry_over.carry()
         with torch.no_grad():
             self._carry_over.finish(self._reduce().values())
-        self._give_back()
+        self._carry_over.held.give_back()
         self._touched.clear()
         self.statistics.mark_local()
         self.statistics.warn_if_local()
@@ -716,7 +711,7 @@ class Exchange(ABC):
         on_gradient = WeakHook(self, type(self)._on_gradient, name)
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
         if self.policy.reduction == "sum" or self.policy.staleness:  # outside of batches, too
-            carry = WeakHook(self, type(self)._carry_one, name)
+            carry = WeakHook(self._carry_over, CarryOver.carry_one, name)
             handles.append(AccumulationHook(p, carry))
         return handles
 

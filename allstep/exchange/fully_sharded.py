@@ -11,7 +11,6 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import Details
 from allstep.errors import UsageError
 from allstep.exchange.agreement import CURE, agree
-from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_shards import ExactShards
 from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.fully_sharded_passes import CollectivePasses
@@ -26,7 +25,6 @@ class FullyShardedExchange(PlainExchange):
     def _begin(self) -> None:
         is_exact = self.policy.wire_format.name == "exact"
         self._exact = ExactShards(self.comm) if is_exact else None
-        self._held = HeldGradients()
         self._passes = CollectivePasses(self.model, self.comm, self._exact)
         self._cure = f"{CURE} {self._passes.parts.cure}"
         super()._begin()
@@ -102,7 +100,7 @@ class FullyShardedExchange(PlainExchange):
             shards = self._parameters.fully_sharded
             parameters = {**shards, **self._not_sharded}
             ExactSums.refuse_complex({n: p for n, p in parameters.items() if p.requires_grad})
-            self._held.take(parameters)
+            self._carry_over.held.take(parameters)
             self._exact.begin(shards, self.num_exchanges, num_micro_batches, num_passes)
 
     def _end_global_batch(self) -> None:
@@ -110,9 +108,6 @@ class FullyShardedExchange(PlainExchange):
         if self._exact is not None:
             self._exact.end()
         super()._end_global_batch()
-
-    def _give_back(self) -> None:
-        self._held.give_back()
 
     def _reduce(self) -> Mapping[str, nn.Parameter]:
         if (failure := self._failure) is not None:

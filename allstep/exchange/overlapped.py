@@ -1,6 +1,6 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
@@ -13,7 +13,6 @@ from allstep.errors import AllstepError, CheckpointError
 from allstep.exchange.agreement import agree
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
-from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.comparison import BucketComparison
 from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.exchange import Exchange
@@ -77,7 +76,6 @@ class OverlappedExchange(Exchange):
         self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
-        self._held = HeldGradients()
         self._last_amp_scale = self._residual_factor = 1.0
         self._has_residuals = False
         self._pass_start_s = 0.0
@@ -401,7 +399,7 @@ class OverlappedExchange(Exchange):
 
     def _describe(self) -> str:
         is_held = self._exact is not None and self.batch.step is not None
-        held = self._held.in_words(self._parameters.trained) if is_held else ""
+        held = self._carry_over.held.in_words(self._parameters.trained) if is_held else ""
         return super()._describe() + held
 
     def _present_amp_scale(self) -> float:
@@ -440,18 +438,8 @@ class OverlappedExchange(Exchange):
         always = self.policy.staleness > 0 or self._exact is not None
         return super()._is_active or always or self._reducer.has_residuals
 
-    def _carry(self, names: Iterable[str] | None = None) -> None:
-        if self.policy.staleness or self._rounder is not None:
-            trained = self._parameters.trained
-            if names is None:
-                self._held.take({**trained, **self.divided})
-            else:
-                self._held.take({n: trained[n] for n in names})
-        else:
-            super()._carry(names)
-
-    def _give_back(self) -> None:
-        self._held.give_back()
+    def _holds_gradients(self) -> bool:
+        return self.policy.staleness > 0 or self._rounder is not None
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()
