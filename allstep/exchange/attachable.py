@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from allstep.comm import fsdp_modules
 from allstep.comm.ddp import WITHOUT_DDP, is_ddp
+from allstep.device import is_capturing
 from allstep.errors import UsageError, named_part
 from allstep.torch_classes import is_dtensor, loaded_class
 
@@ -52,4 +54,31 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             f"`{name}` has elements that share memory (shape {tuple(tensor.shape)}, strides"
             f" {tensor.stride()}, as after `expand`), and can't be written to: make it of"
             " `tensor.contiguous()`."
+        )
+
+
+def check_sharded_before(model: nn.Module) -> None:
+    """Checks that FSDP2 has not sharded an attached model that was whole when it was attached.
+
+    Raises:
+        UsageError: if it has.
+    """
+    if fsdp_modules(model):
+        raise UsageError(
+            "`model` is sharded by FSDP2 since it was attached: call `fully_shard` before"
+            " `attach`, or `detach()` before it and attach again."
+        )
+
+
+def refuse_capture(device: torch.device) -> None:
+    """A replayed graph would not ask whether all workers came for the same thing.
+
+    Raises:
+        UsageError: if a training step is captured.
+    """
+    if torch.is_grad_enabled() and is_capturing(device):
+        raise UsageError(
+            "A training step of an attached model is captured in a graph; the workers agree on"
+            " each step, which a graph can't repeat. Capture parts of the model"
+            " (torch's `make_graphed_callables`, before `attach`) or the optimizer's step."
         )

@@ -8,13 +8,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from allstep.comm import Communicator, Shard, fsdp_modules, shards_of
+from allstep.comm import Communicator, Shard, shards_of
 from allstep.comm.agreement import digest
-from allstep.device import is_capturing
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree
+from allstep.exchange.attachable import check_sharded_before, refuse_capture
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
@@ -83,7 +82,7 @@ class Exchange(ABC):
         self._num_suspended = 0
         self._failure: str | None = None  # what this worker tells the others at the end
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
-        self._hooks = ModelHooks(self, model, self._warn_if_local)
+        self._hooks = ModelHooks(self, model, self._warn_if_local, self._hook)
         self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
@@ -476,11 +475,8 @@ class Exchange(ABC):
             The names of parameters that are trained from now on.
         """
         check_divided(self.model, self.comm, self.policy)
-        if fsdp_modules(self.model) and not self.is_fully_sharded:
-            raise UsageError(
-                "`model` is sharded by FSDP2 since it was attached: call `fully_shard` before"
-                " `attach`, or `detach()` before it and attach again."
-            )
+        if not self.is_fully_sharded:
+            check_sharded_before(self.model)
         joined, newly_trained = self._parameters.refresh()
         self._divided.refresh()
         self.statistics.refresh()
@@ -623,16 +619,13 @@ class Exchange(ABC):
             )
 
     def _refuse_late_parameters(self) -> None:
-        if not self._parameters.has_joined():
-            return
-        for name, p in self.model.named_parameters():
-            is_late = p.requires_grad and not is_lazy(p) and p not in self._hooks.parameters
-            if is_late and p.grad is not None and name not in self.divided:
-                self._stop_all(
-                    f"Parameter `{name}` joined the model after `attach` and was used without"
-                    " the model's own forward, so that its values were never made equal."
-                    " Call `exchange.sync_parameters()` on every worker after adding it."
-                )
+        name = self._parameters.used_too_early(self.divided)
+        if name is not None:
+            self._stop_all(
+                f"Parameter `{name}` joined the model after `attach` and was used without the"
+                " model's own forward, so that its values were never made equal. Call"
+                " `exchange.sync_parameters()` on every worker after adding it."
+            )
 
     def _fail(self, message: str) -> None:
         """This worker can't take part; the others learn it at the end of the exchange."""
@@ -664,7 +657,7 @@ class Exchange(ABC):
         if torch.compiler.is_compiling():
             return
         if self.comm.size > 1:
-            self._refuse_capture()
+            refuse_capture(self.comm.device)
             if self.model.training:
                 self.statistics.mark_local()
                 if self.batch.step is None:  # else `steps` says so
@@ -676,20 +669,11 @@ class Exchange(ABC):
             if self._parameters.has_joined():
                 self.sync_parameters()
             if not self._hooks.are_newest():  # others' come before
-                self._hooks.follow_gradients(self._parameters.trained, self._hook)
+                self._hooks.follow_gradients(self._parameters.trained)
 
     def _warn_if_local(self) -> None:
         """Before values are copied."""
         self.statistics.warn_if_local(in_training=True)
-
-    def _refuse_capture(self) -> None:
-        """A replayed graph would not ask whether all workers came for the same thing."""
-        if torch.is_grad_enabled() and is_capturing(self.comm.device):
-            raise UsageError(
-                "A training step of an attached model is captured in a graph; the workers agree on"
-                " each step, which a graph can't repeat. Capture parts of the model"
-                " (torch's `make_graphed_callables`, before `attach`) or the optimizer's step."
-            )
 
     def _on_lazy_forward(self, module: nn.Module, args: Any) -> None:
         self._before_forward()
@@ -701,7 +685,7 @@ class Exchange(ABC):
 
     def _hook_parameters(self) -> None:
         """Hooks the trained parameters that aren't yet, and unhooks those that left."""
-        self._hooks.follow_gradients(self._parameters.trained, self._hook)
+        self._hooks.follow_gradients(self._parameters.trained)
         self._signature = signature(dict(self._parameters.trained))
         self._digest = digest(self._signature)
         tensors = self._parameters.tensors.items()

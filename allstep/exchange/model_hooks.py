@@ -22,11 +22,19 @@ class ModelHooks:
         model: that is attached; it is marked so at once.
         before_copy: is called before its values are copied: into a state dict, a copy of the
             model, or an `AveragedModel`, which takes them by `model.buffers()`.
+        of_parameter: name, parameter -> new hooks on it.
     """
 
-    def __init__(self, exchange: object, model: nn.Module, before_copy: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        exchange: object,
+        model: nn.Module,
+        before_copy: Callable[[], None],
+        of_parameter: Callable[[str, nn.Parameter], list[Removable]],
+    ) -> None:
         self._exchange = exchange
         self._model = model
+        self._of_parameter = of_parameter
         self._of_model: list[Removable] = []
         self._of_lazy_modules: list[Removable] = []
         self._of_parameters: dict[nn.Parameter, list[Removable]] = {}
@@ -45,11 +53,6 @@ class ModelHooks:
             return type(model).buffers(model, recurse)
 
         model.__dict__["buffers"] = FunctionHook(exchange, buffers)
-
-    @property
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Those with hooks."""
-        return self._of_parameters
 
     def follow_forward(
         self, before: Callable[..., None], on_output_gradient: Callable[[Tensor], None]
@@ -79,21 +82,12 @@ class ModelHooks:
                 register = module.register_forward_pre_hook
                 self._of_lazy_modules.append(ModuleHook(module, register, hook))
 
-    def follow_gradients(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        hook: Callable[[str, nn.Parameter], list[Removable]],
-    ) -> None:
-        """Hooks these parameters anew, as their names may have moved, and unhooks all others.
-
-        Args:
-            trained: name -> parameter.
-            hook: name, parameter -> its new hooks.
-        """
+    def follow_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Hooks these parameters anew, as their names may have moved, and unhooks all others."""
         old, self._of_parameters = self._of_parameters, {}
         for name, p in trained.items():
             _remove_all(old.pop(p, []))
-            self._of_parameters[p] = hook(name, p)
+            self._of_parameters[p] = self._of_parameter(name, p)
         for handles in old.values():
             _remove_all(handles)
         by_number = [p._post_accumulate_grad_hooks for p in self._of_parameters]

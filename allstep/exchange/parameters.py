@@ -1,6 +1,6 @@
 """The parameters that take part in an exchange, as the model changes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from operator import gt, is_, lt
 from typing import Any
 
@@ -146,6 +146,25 @@ class ParameterSet(Snapshot):
     def has_joined(self) -> bool:
         """Whether parameters or modules came or went, or some now require gradients; cheap."""
         return super().has_joined() or not all(map(is_lazy, self.lazy))
+
+    def used_too_early(self, others: Container[str]) -> str | None:
+        """The name of one that has a gradient already and was not taken up, if there is one.
+
+        Args:
+            others: names of those whose gradients are not exchanged.
+        """
+        if not self.has_joined():
+            return None
+        known = set(self.trained.values())
+        return next(
+            (
+                name
+                for name, p in self._model.named_parameters()
+                if p.requires_grad and not is_lazy(p) and p not in known
+                if p.grad is not None and name not in others
+            ),
+            None,
+        )
 
     def held(self, ids: set[int]) -> set[int]:
         """Those that are of a parameter of the model, frozen or not, joined since or not."""
