@@ -12,6 +12,7 @@ from allstep.comm.reproducible import ReproducibleSum
 from allstep.device import is_accelerator, read_scalars
 from allstep.errors import UsageError
 from allstep.exchange.buckets import has_form_of
+from allstep.exchange.divided import DividedParameters
 from allstep.exchange.grid import Grid, Unit
 from allstep.exchange.hooks import will_accumulate
 
@@ -207,16 +208,20 @@ class ExactSums:
         """The grid, and the threads that a worker's products depend on."""
         return {"grid": self.grid.state_dict(), "num_threads": self._num_threads}
 
-    def gather_state(self, comm: Communicator, divided: Collection[str]) -> dict[str, Any]:
-        """The same with what others know of parameters that only they have, on rank 0. Collective.
+    def gather_state(self, divided: DividedParameters, comm: Communicator) -> dict[str, Any]:
+        """The same with what others know of parameters that only they have, on rank 0.
+
+        Collective if there are modules that are divided over the workers.
 
         Args:
-            comm: the workers.
             divided: the parameters that only this worker has.
+            comm: the workers.
         """
         state = self.state_dict()
+        if not divided.has_modules:
+            return state
         tops = state["grid"]["tops"]
-        own = {name: tops[name].cpu() for name in divided if name in tops}
+        own = {name: tops[name].cpu() for name in divided.by_name if name in tops}
         for found in comm.gather_object(own) or ():
             tops.update(found)
         return state

@@ -55,6 +55,8 @@ class Exchange(ABC):
         stragglers: the workers' times.
     """
 
+    _exact_sums: ExactSums | None = None  # what makes them so, with "exact"
+
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
         self.model = model
         self.comm = comm
@@ -130,11 +132,6 @@ class Exchange(ABC):
     def is_exact(self) -> bool:
         """Whether a global batch's sums have the same bits on any number of workers."""
         return self._exact_sums is not None
-
-    @property
-    def _exact_sums(self) -> ExactSums | None:
-        """What makes them so, if they are."""
-        return None
 
     @property
     def _rounder(self) -> ExactSums | None:
@@ -377,14 +374,6 @@ class Exchange(ABC):
             "num_exchanges": self.num_exchanges,
             "averaging": None,
         }
-
-    def _gather_exact_state(self) -> dict[str, Any]:
-        """What exact sums depend on, whole on rank 0. Collective where there are experts."""
-        if self._exact_sums is None:
-            return {}
-        if not self.is_divided:
-            return self._exact_sums.state_dict()
-        return self._exact_sums.gather_state(self.comm, self.divided)
 
     def replicated_state(self) -> dict[str, Any]:
         """What each worker has of `state_dict` by itself: all that the sums of `exact` depend on.

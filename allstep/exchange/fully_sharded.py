@@ -25,6 +25,7 @@ class FullyShardedExchange(PlainExchange):
     def _begin(self) -> None:
         is_exact = self.policy.wire_format.name == "exact"
         self._exact = ExactShards(self.comm) if is_exact else None
+        self._exact_sums = None if self._exact is None else self._exact.sums
         self._passes = CollectivePasses(self.model, self.comm, self._exact)
         self._cure = f"{CURE} {self._passes.parts.cure}"
         super()._begin()
@@ -32,10 +33,6 @@ class FullyShardedExchange(PlainExchange):
         if self._exact is not None:
             for p in self._parameters.fully_sharded.values():
                 p.exact_squares = self._exact  # type: ignore[attr-defined]
-
-    @property
-    def _exact_sums(self) -> ExactSums | None:
-        return None if self._exact is None else self._exact.sums
 
     @property
     def _off_grid(self) -> OffGrid:
@@ -50,7 +47,8 @@ class FullyShardedExchange(PlainExchange):
         return replace(super().stats(), num_completed=num_completed)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._gather_exact_state()}
+        state, exact = super().state_dict(), self._exact_sums
+        return state if exact is None else {**state, **exact.gather_state(self._divided, self.comm)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

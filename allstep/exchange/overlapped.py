@@ -63,7 +63,8 @@ class OverlappedExchange(Exchange):
     def _begin(self) -> None:
         comm, policy = self.comm, self.policy
         self._reducer = Reducer(comm, policy)
-        self._exact = ExactSums(comm.device) if isinstance(self._reducer.wire, Exact) else None
+        is_exact = isinstance(self._reducer.wire, Exact)
+        self._exact_sums = ExactSums(comm.device) if is_exact else None
         self._plan = BucketPlan((), comm.size)
         self._buckets = self._new_buckets(self._plan)  # that the next gradients go to
         self._idle: list[BucketSet] = []  # used ones, whose memory the next may take
@@ -88,10 +89,6 @@ class OverlappedExchange(Exchange):
         """The parameters that travel together, in the order in which they are sent."""
         return self._plan.buckets
 
-    @property
-    def _exact_sums(self) -> ExactSums | None:
-        return self._exact
-
     def unsent(self) -> dict[str, Tensor]:
         """name -> what a lossy format has not sent of this worker's gradients, flat."""
         self._wait_for_all()
@@ -104,7 +101,7 @@ class OverlappedExchange(Exchange):
             reducer.sent_bytes,
             reducer.busy_s,
             self._in_flight.exposed_s,
-            0 if self._exact is None else self._exact.num_completed,
+            0 if self._exact_sums is None else self._exact_sums.num_completed,
         )
 
     def synchronize(self) -> None:
@@ -123,7 +120,7 @@ class OverlappedExchange(Exchange):
         common = super().state_dict()
         self._comparison.raise_if_bad()
         self._wait_for_all()
-        in_flight = list(self._in_flight)
+        in_flight, exact = list(self._in_flight), self._exact_sums
         for buckets in in_flight:
             self._complete(buckets)
         return {
@@ -132,7 +129,7 @@ class OverlappedExchange(Exchange):
             **self._bucketing.state_dict(),
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
-            **self._gather_exact_state(),
+            **({} if exact is None else exact.gather_state(self._divided, self.comm)),
             "in_flight": [
                 buckets.state_dict(self._parameters.trained, self._divisor(buckets))
                 for buckets in in_flight
@@ -140,14 +137,14 @@ class OverlappedExchange(Exchange):
         }
 
     def replicated_state(self) -> dict[str, Any]:
-        own = {} if self._exact is None else self._exact.state_dict()
+        own = {} if self._exact_sums is None else self._exact_sums.state_dict()
         return {**super().replicated_state(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
-        if self._exact is not None:
-            self._exact.load_state_dict(state, dict(self.model.named_parameters()))
+        if self._exact_sums is not None:
+            self._exact_sums.load_state_dict(state, dict(self.model.named_parameters()))
         if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
         names = {name for bucket in state["buckets"] for name in bucket}
@@ -272,8 +269,8 @@ class OverlappedExchange(Exchange):
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
-            if self._exact is not None:
-                self._exact.settle(buckets.off_grid)
+            if self._exact_sums is not None:
+                self._exact_sums.settle(buckets.off_grid)
             buckets.write_flags(self._touched, self._failure)
             self._missing = []
         work = self._reducer.start(
@@ -301,13 +298,13 @@ class OverlappedExchange(Exchange):
             self._rounder.begin(self._off_grid, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
-        if self._exact is not None:
-            self._exact.begin_micro_batch(self._off_grid)
+        if self._exact_sums is not None:
+            self._exact_sums.begin_micro_batch(self._off_grid)
 
     def local_gradients(self) -> dict[str, Tensor]:
         found = super().local_gradients()
-        if self._exact is not None:
-            self._exact.settle(self._off_grid)
+        if self._exact_sums is not None:
+            self._exact_sums.settle(self._off_grid)
         off_grid = self._off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
@@ -322,8 +319,8 @@ class OverlappedExchange(Exchange):
 
     def _sum_copies(self, buckets: BucketSet) -> None:
         """Of modules that other workers have copies of. Collective if there are any."""
-        if self._exact is not None and self.is_divided:
-            self._exact.settle(buckets.off_grid)
+        if self._exact_sums is not None and self.is_divided:
+            self._exact_sums.settle(buckets.off_grid)
         self._divided.sum_copies(buckets.off_grid)
 
     def _finish_sums(
@@ -338,7 +335,7 @@ class OverlappedExchange(Exchange):
 
     def _complete(self, buckets: BucketSet) -> None:
         """Adds what was off the grid to sums that have come. Collective."""
-        if self._exact is None or self._failure is not None:
+        if self._exact_sums is None or self._failure is not None:
             return  # without a look at flags, for which the host would wait
         is_alone = self.comm.size == 1 or not self._reducer.adds_up
         buckets.complete(None if is_alone else self.comm)
@@ -369,7 +366,7 @@ class OverlappedExchange(Exchange):
     def _deliver(self, buckets: BucketSet) -> Mapping[str, nn.Parameter]:
         """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
         # With a grid all look at the flags anyway, and go on by them.
-        self._comparison.receive(buckets.tail, now=self._exact is not None)
+        self._comparison.receive(buckets.tail, now=self._exact_sums is not None)
         self._complete(buckets)
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / buckets.amp_scale
@@ -398,7 +395,7 @@ class OverlappedExchange(Exchange):
         return self.batch.divisor(total, buckets.tail.weighing)
 
     def _describe(self) -> str:
-        is_held = self._exact is not None and self.batch.step is not None
+        is_held = self._exact_sums is not None and self.batch.step is not None
         held = self._carry_over.held.in_words(self._parameters.trained) if is_held else ""
         return super()._describe() + held
 
@@ -435,7 +432,7 @@ class OverlappedExchange(Exchange):
 
     @property
     def _is_active(self) -> bool:
-        always = self.policy.staleness > 0 or self._exact is not None
+        always = self.policy.staleness > 0 or self._exact_sums is not None
         return super()._is_active or always or self._reducer.has_residuals
 
     def _holds_gradients(self) -> bool:
@@ -450,7 +447,7 @@ class OverlappedExchange(Exchange):
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         handles = super()._hook(name, p)
-        if self._exact is not None:
+        if self._exact_sums is not None:
             rounded = WeakHook(self, type(self)._round, name, p)
             handles.append(AccumulationHook(p, rounded))
         return handles
@@ -473,8 +470,8 @@ class OverlappedExchange(Exchange):
 
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
-        if self._exact is not None:
-            self._exact.refuse_complex({**self._parameters.trained, **self.divided})
+        if self._exact_sums is not None:
+            self._exact_sums.refuse_complex({**self._parameters.trained, **self.divided})
         self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
         self._reducer.set_layouts(self._plan.layouts)
         self._idle.clear()
