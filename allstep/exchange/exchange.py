@@ -84,7 +84,15 @@ class Exchange(ABC):
         self._num_suspended = 0
         self._failure: str | None = None  # what this worker tells the others at the end
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
-        self._hooks = ModelHooks(self, model, self._warn_if_local, self._hook)
+        self._hooks = ModelHooks(
+            self,
+            model,
+            before_copy=self._warn_if_local,
+            before_forward=self._before_forward,
+            before_lazy_forward=self._before_lazy_forward,
+            on_output_gradient=self._on_output_gradient,
+            of_parameter=self._hook,
+        )
         self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
@@ -106,7 +114,7 @@ class Exchange(ABC):
         if self._is_active:
             self._activate()
         self._divided.broadcast()
-        self._hook_lazy_modules()
+        self._hooks.follow_lazy_modules(self._parameters.modules)
 
     @abstractmethod
     def _reduce(self) -> Mapping[str, nn.Parameter]:
@@ -478,7 +486,7 @@ class Exchange(ABC):
                 self.comm.broadcast(tuple(x.detach() for x in new.values()), root=0)
             self._hook_parameters()
             self._touch_all()  # names may have moved; to exchange a gradient again changes nothing
-        self._hook_lazy_modules()
+        self._hooks.follow_lazy_modules(self._parameters.modules)
         return newly_trained
 
     def detach(self) -> None:
@@ -559,7 +567,13 @@ class Exchange(ABC):
         """Before the first gradient of a pass; a kind of exchange may prepare for them."""
 
     def _finish_backward(self) -> None:
-        self._refuse_late_parameters()
+        name = self._parameters.used_too_early(self.divided)
+        if name is not None:
+            self._stop_all(
+                f"Parameter `{name}` joined the model after `attach` and was used without the"
+                " model's own forward, so that its values were never made equal. Call"
+                " `exchange.sync_parameters()` on every worker after adding it."
+            )
         self._exchange()
 
     @property
@@ -607,15 +621,6 @@ class Exchange(ABC):
                 f"`{verb}` was called after `detach()`; call it before, or attach again."
             )
 
-    def _refuse_late_parameters(self) -> None:
-        name = self._parameters.used_too_early(self.divided)
-        if name is not None:
-            self._stop_all(
-                f"Parameter `{name}` joined the model after `attach` and was used without the"
-                " model's own forward, so that its values were never made equal. Call"
-                " `exchange.sync_parameters()` on every worker after adding it."
-            )
-
     def _fail(self, message: str) -> None:
         """This worker can't take part; the others learn it at the end of the exchange."""
         self._failure = self._failure or message
@@ -639,7 +644,7 @@ class Exchange(ABC):
     # -- hooks -------------------------------------------------------------------------------
 
     def _activate(self) -> None:
-        self._hooks.follow_forward(self._before_forward, self._on_output_gradient)
+        self._hooks.follow_forward()
         self._hook_parameters()
 
     def _before_forward(self, *_: Any) -> None:
@@ -664,13 +669,10 @@ class Exchange(ABC):
         """Before values are copied."""
         self.statistics.warn_if_local(in_training=True)
 
-    def _on_lazy_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_lazy_forward(self, module: nn.Module, args: Any) -> None:
+        """A lazy module gets its parameters in its first forward: takes them up right there."""
         self._before_forward()
         self.statistics.before_forward(module, args)
-
-    def _hook_lazy_modules(self) -> None:
-        """Lazy modules get their parameters in their first forward: take them up right there."""
-        self._hooks.follow_lazy_modules(self._parameters.modules, self._on_lazy_forward)
 
     def _hook_parameters(self) -> None:
         """Hooks the trained parameters that aren't yet, and unhooks those that left."""

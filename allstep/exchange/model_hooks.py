@@ -22,6 +22,9 @@ class ModelHooks:
         model: that is attached; it is marked so at once.
         before_copy: is called before its values are copied: into a state dict, a copy of the
             model, or an `AveragedModel`, which takes them by `model.buffers()`.
+        before_forward: is called before the model's forward.
+        before_lazy_forward: likewise of modules that get their parameters in their first forward.
+        on_output_gradient: is called in backward before the model is reached.
         of_parameter: name, parameter -> new hooks on it.
     """
 
@@ -29,11 +32,18 @@ class ModelHooks:
         self,
         exchange: object,
         model: nn.Module,
+        *,
         before_copy: Callable[[], None],
+        before_forward: Callable[..., None],
+        before_lazy_forward: Callable[..., None],
+        on_output_gradient: Callable[[Tensor], None],
         of_parameter: Callable[[str, nn.Parameter], list[Removable]],
     ) -> None:
         self._exchange = exchange
         self._model = model
+        self._before_forward = FunctionHook(exchange, before_forward)
+        self._before_lazy_forward = FunctionHook(exchange, before_lazy_forward)
+        self._on_output_gradient = on_output_gradient
         self._of_parameter = of_parameter
         self._of_model: list[Removable] = []
         self._of_lazy_modules: list[Removable] = []
@@ -54,33 +64,29 @@ class ModelHooks:
 
         model.__dict__["buffers"] = FunctionHook(exchange, buffers)
 
-    def follow_forward(
-        self, before: Callable[..., None], on_output_gradient: Callable[[Tensor], None]
-    ) -> None:
-        """Calls `before` each forward, and the other in backward before the model is reached."""
+    def follow_forward(self) -> None:
+        """Hooks the model's forward, and the gradients of what it returns."""
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 outputs = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
                 for tensor in outputs:
                     if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                        tensor.register_hook(on_output_gradient)  # type: ignore[no-untyped-call]
+                        tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
-        hook = FunctionHook(self._exchange, before)
-        self._hook_model(self._model.register_forward_pre_hook, hook)
+        self._hook_model(self._model.register_forward_pre_hook, self._before_forward)
         self._hook_model(self._model.register_forward_hook, FunctionHook(self._exchange, after))
 
-    def follow_lazy_modules(
-        self, modules: Iterable[nn.Module], before: Callable[..., None]
-    ) -> None:
-        """Calls `before` the forward of those that get their parameters in their first one."""
-        hook = FunctionHook(self._exchange, before)
+    def follow_lazy_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Hooks the forward of those that get their parameters in it, and of no others."""
         _remove_all(self._of_lazy_modules)
         for module in modules:
             own = chain(module._parameters.values(), module._buffers.values())
             if any(is_lazy(tensor) for tensor in own if tensor is not None):
                 register = module.register_forward_pre_hook
-                self._of_lazy_modules.append(ModuleHook(module, register, hook))
+                self._of_lazy_modules.append(
+                    ModuleHook(module, register, self._before_lazy_forward)
+                )
 
     def follow_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Hooks these parameters anew, as their names may have moved, and unhooks all others."""
