@@ -18,15 +18,16 @@ class CarryOver:
     this worker's part of the sum, as the gradients are. A parameter that no worker has a gradient
     for gets back what it had.
 
+    Or it is held out of the exchange and added to what that leaves; it must be the same on all
+    workers. Exact sums are of what was rounded; a late gradient that was not used yet must not be
+    sent again, to come later still.
+
     Args:
         parameters: whose `p.grad` it is.
         divided: likewise, if it is held.
         batch: tells whether gradients are summed.
         size: the number of workers.
-        is_held: whether it is kept out of the exchange now, rather than divided.
-
-    Attributes:
-        held: what is kept out.
+        is_held: whether it is held now.
     """
 
     def __init__(
@@ -40,14 +41,15 @@ class CarryOver:
         self._parameters, self._divided = parameters, divided
         self._batch, self._size, self._is_held = batch, size, is_held
         self._carried: dict[int, nn.Parameter] = {}  # whose `p.grad` is a part of a sum by now
-        self.held = HeldGradients()
+        self._seen: set[int] = set()  # ids of those whose `p.grad` is of the next exchange by now
+        self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def carry(self, names: Iterable[str] | None = None) -> None:
         """Before gradients are added to `p.grad`, or it is summed; all that was not yet if None."""
         trained = self._parameters.trained
         found = trained if names is None else {name: trained[name] for name in names}
         if self._is_held():
-            self.held.take({**found, **self._divided.by_name} if names is None else found)
+            self.hold({**found, **self._divided.by_name} if names is None else found)
         elif self._size > 1 and self._batch.scale == 1:
             self._divide(found.values())
 
@@ -74,20 +76,8 @@ class CarryOver:
                 p.grad.mul_(self._size)
         self._carried.clear()
 
-
-class HeldGradients:
-    """Keeps what `p.grad` holds out of an exchange, and adds it to what that leaves there.
-
-    It must be the same on all workers. Exact sums are of what was rounded; a late gradient that
-    was not used yet must not be sent again, to come later still.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()  # ids of those whose `p.grad` is of the next exchange by now
-        self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}
-
     @torch.no_grad()
-    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Before gradients are added to the `p.grad` of some parameters."""
         for name, p in parameters.items():
             if id(p) not in self._seen and p.grad is not None:

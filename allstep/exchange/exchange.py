@@ -129,7 +129,7 @@ class Exchange(ABC):
 
     def _end_global_batch(self) -> None:
         """After them, also where they have failed."""
-        self._carry_over.held.give_back()
+        self._carry_over.give_back()
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -497,7 +497,7 @@ class Exchange(ABC):
         """
         self._warn_if_local()
         self.is_attached = False
-        self._carry_over.held.give_back()
+        self._carry_over.give_back()
         self._hooks.remove()
         self._divided.detach()
         self.statistics.detach()
@@ -591,7 +591,7 @@ class Exchange(ABC):
         self._carry_over.carry()
         with torch.no_grad():
             self._carry_over.finish(self._reduce().values())
-        self._carry_over.held.give_back()
+        self._carry_over.give_back()
         self._touched.clear()
         self.statistics.mark_local()
         self.statistics.warn_if_local()

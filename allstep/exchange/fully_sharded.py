@@ -98,7 +98,7 @@ class FullyShardedExchange(PlainExchange):
             shards = self._parameters.fully_sharded
             parameters = {**shards, **self._not_sharded}
             ExactSums.refuse_complex({n: p for n, p in parameters.items() if p.requires_grad})
-            self._carry_over.held.take(parameters)
+            self._carry_over.hold(parameters)
             self._exact.begin(shards, self.num_exchanges, num_micro_batches, num_passes)
 
     def _end_global_batch(self) -> None:

@@ -19,7 +19,7 @@ class InFlight(Generic[T]):
         step t:  p.grad = sum of the gradients of step t - k        for t >= k
                  p.grad = None                                      for t < k
 
-    on top of what `p.grad` held before; see `carry_over.HeldGradients`.
+    on top of what `p.grad` held before; see `carry_over.CarryOver`.
     A step without `p.grad` makes no update, so that no decay, moment or step count moves; T
     steps make T - k updates, and flushing the queue the k others. Staleness 0 is the exchange
     that a step waits for. What is frozen meanwhile, or leaves the model, gets no gradient that was

@@ -396,7 +396,7 @@ class OverlappedExchange(Exchange):
 
     def _describe(self) -> str:
         is_held = self._exact_sums is not None and self.batch.step is not None
-        held = self._carry_over.held.in_words(self._parameters.trained) if is_held else ""
+        held = self._carry_over.in_words(self._parameters.trained) if is_held else ""
         return super()._describe() + held
 
     def _present_amp_scale(self) -> float:
