@@ -63,6 +63,7 @@ class Exchange(ABC):
         self.policy = policy
         self.optimizers = WeakSet[torch.optim.Optimizer]()
         self.stragglers = Stragglers()
+        self.averaging: ParameterAveraging | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -100,7 +101,6 @@ class Exchange(ABC):
         self._carry_over = CarryOver(
             self._parameters, self._divided, self.batch, comm.size, self._holds_gradients
         )
-        self.averaging: ParameterAveraging | None = None
         self.is_attached = True
         self.awaits_update = False
         try:

@@ -13,15 +13,10 @@ from allstep.exchange.policy import LocalSGD
 
 
 class LocalSGDExchange(OverlappedExchange):
-    """Exchanges the gradients of the first global batches; then averages parameters.
+    """Exchanges the gradients of the first global batches; then averages parameters."""
 
-    Args:
-        model: the same on every worker.
-        comm: the workers.
-        policy: how often parameters are averaged.
-        scaler: the GradScaler that losses are scaled with.
-        optimizer: of the model's parameters.
-    """
+    policy: LocalSGD
+    averaging: ParameterAveraging  # once the model is taken up
 
     def __init__(
         self,
@@ -31,54 +26,48 @@ class LocalSGDExchange(OverlappedExchange):
         scaler: torch.amp.GradScaler | None,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._local_sgd, self._averaged_by = policy, optimizer
+        self._optimizer = optimizer
         super().__init__(model, comm, policy, scaler)
 
     def _take_up(self) -> None:
         super()._take_up()
         algorithm = self._reducer.measured_algorithm_for
         self.averaging = ParameterAveraging(
-            self.model, self.comm, self._averaged_by, self._local_sgd, algorithm=algorithm
+            self.model, self.comm, self._optimizer, self.policy, algorithm=algorithm
         )
 
     @property
-    def _rounds(self) -> ParameterAveraging:
-        assert self.averaging is not None  # from the end of `_take_up` on
-        return self.averaging
-
-    @property
     def _stays_local(self) -> bool:
-        return self._rounds.is_local(self._rounds.num_batches)
+        return self.averaging.is_local(self.averaging.num_batches)
 
     @property
     def _is_in_round(self) -> bool:
-        return not self._rounds.is_synchronized
+        return not self.averaging.is_synchronized
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
-        self._rounds.average_if_due()  # where the optimizer's step was skipped
+        self.averaging.average_if_due()  # where the optimizer's step was skipped
         super()._begin_global_batch(num_micro_batches, num_passes)
 
     def _reduce(self) -> Mapping[str, nn.Parameter]:
-        summed: Mapping[str, nn.Parameter] = self.trained
-        stays_local = self._stays_local
+        summed, stays_local = self.trained, self._stays_local
         if stays_local:
             self.batch.take_own_for_all(summed.values(), self.comm.size)
         else:
             summed = super()._reduce()
-        self._rounds.count_batch(was_exchanged=not stays_local)
+        self.averaging.count_batch(was_exchanged=not stays_local)
         return summed
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "averaging": self._rounds.state_dict()}
+        return {**super().state_dict(), "averaging": self.averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if state["averaging"] is not None:
-            self._rounds.load_state_dict(state["averaging"])
+            self.averaging.load_state_dict(state["averaging"])
 
     def sync_buffers(self) -> None:
         self._refuse_detached("sync_buffers")
-        self._rounds.flush()
+        self.averaging.flush()
         super().sync_buffers()
 
     def detach(self) -> None:
