@@ -58,11 +58,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_sharded_before(model: nn.Module) -> None:
-    """Checks that FSDP2 has not sharded an attached model that was whole when it was attached.
-
-    Raises:
-        UsageError: if it has.
-    """
+    """Checks that FSDP2 has not sharded a model that was whole when it was attached."""
     if fsdp_modules(model):
         raise UsageError(
             "`model` is sharded by FSDP2 since it was attached: call `fully_shard` before"
@@ -71,11 +67,7 @@ def check_sharded_before(model: nn.Module) -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """A replayed graph would not ask whether all workers came for the same thing.
-
-    Raises:
-        UsageError: if a training step is captured.
-    """
+    """A replayed graph would not ask whether all workers came for the same thing."""
     if torch.is_grad_enabled() and is_capturing(device):
         raise UsageError(
             "A training step of an attached model is captured in a graph; the workers agree on"

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, Shard, shards_of
+from allstep.comm import Communicator
 from allstep.comm.agreement import digest
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree
@@ -55,7 +55,7 @@ class Exchange(ABC):
         stragglers: the workers' times.
     """
 
-    _exact_sums: ExactSums | None = None  # what makes them so, with "exact"
+    _exact_sums: ExactSums | None = None  # what rounds gradients, with "exact"
 
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
         self.model = model
@@ -73,12 +73,10 @@ class Exchange(ABC):
         rounded = WeakHook(self, type(self)._round_divided) if self.is_exact else None
         scaled = WeakHook(self, type(self)._scale_divided)
         self._divided = DividedParameters(model, scaled, rounded)
-        self.shards: Mapping[str, Shard] = shards_of(model)
-        for name, shard in self.shards.items():  # a worker may have no forward pass before a step
-            model.get_parameter(name).shard_group = shard.comm  # type: ignore[attr-defined]
         self._parts = PartGradients(
-            model, self._parameters, self._divided, self.shards, comm, is_exact=self.is_exact
+            model, self._parameters, self._divided, comm, is_exact=self.is_exact
         )
+        self.shards = self._parts.shards
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
@@ -143,7 +141,7 @@ class Exchange(ABC):
 
     @property
     def _rounder(self) -> ExactSums | None:
-        """The same where gradients are rounded now."""
+        """What rounds them, where they are rounded now."""
         return None if self.batch.step is None or self._stays_local else self._exact_sums
 
     @property
@@ -334,8 +332,7 @@ class Exchange(ABC):
 
         It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
         """
-        trained = self._parameters.trained.items()
-        return {name: p.grad for name, p in trained if p.grad is not None}
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
 
     def synchronize(self) -> None:
         """Exchanges what is in `p.grad` now. Collective.
@@ -556,12 +553,11 @@ class Exchange(ABC):
         if not self._num_suspended:
             self.comm.activity.enter("backward")
             self._backward_pass.enter()
-            if self._divided.copies is not None and not self._parameters.trained:
+            if self._divided.copies is not None and not self.trained:
                 self._backward_pass.request()  # as no exchanged parameter will
 
     def _touch_all(self) -> None:
-        trained = self._parameters.trained
-        self._touched = {name for name, p in trained.items() if p.grad is not None}
+        self._touched = {name for name, p in self.trained.items() if p.grad is not None}
 
     def _begin_backward(self) -> None:  # noqa: B027
         """Before the first gradient of a pass; a kind of exchange may prepare for them."""
@@ -663,7 +659,7 @@ class Exchange(ABC):
             if self._parameters.has_joined():
                 self.sync_parameters()
             if not self._hooks.are_newest():  # others' come before
-                self._hooks.follow_gradients(self._parameters.trained)
+                self._hooks.follow_gradients(self.trained)
 
     def _warn_if_local(self) -> None:
         """Before values are copied."""
@@ -676,8 +672,8 @@ class Exchange(ABC):
 
     def _hook_parameters(self) -> None:
         """Hooks the trained parameters that aren't yet, and unhooks those that left."""
-        self._hooks.follow_gradients(self._parameters.trained)
-        self._signature = signature(dict(self._parameters.trained))
+        self._hooks.follow_gradients(self.trained)
+        self._signature = signature(dict(self.trained))
         self._digest = digest(self._signature)
         tensors = self._parameters.tensors.items()
         self._sweep.set_tensors({n: t for n, t in tensors if isinstance(t, nn.Parameter)})

@@ -131,8 +131,7 @@ class OverlappedExchange(Exchange):
             "scale": self._last_amp_scale,
             **({} if exact is None else exact.gather_state(self._divided, self.comm)),
             "in_flight": [
-                buckets.state_dict(self._parameters.trained, self._divisor(buckets))
-                for buckets in in_flight
+                buckets.state_dict(self.trained, self._divisor(buckets)) for buckets in in_flight
             ],
         }
 
@@ -148,7 +147,7 @@ class OverlappedExchange(Exchange):
         if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
         names = {name for bucket in state["buckets"] for name in bucket}
-        others = names ^ self._parameters.trained.keys()
+        others = names ^ self.trained.keys()
         if others and not state["residuals"] and self._divided.may_have(others):
             return  # divided over other workers; sums depend on nothing else
         if others:
@@ -169,7 +168,7 @@ class OverlappedExchange(Exchange):
         for saved in state["in_flight"]:
             buckets = self._new_buckets(self._plan)
             buckets.load_state_dict(saved)
-            buckets.parameters = self._parameters.trained
+            buckets.parameters = self.trained
             self._in_flight.push(buckets, ())
 
     def detach(self) -> None:
@@ -239,7 +238,7 @@ class OverlappedExchange(Exchange):
 
     def _refuse_scaled(self) -> None:
         """What a pass that ended with an exception has scaled already may not be added to."""
-        scaled, trained = self._buckets.scaled, self._parameters.trained
+        scaled, trained = self._buckets.scaled, self.trained
         if any(trained[name].grad is self._buckets.views[name] for name in scaled & trained.keys()):
             self._fail(
                 "An earlier backward pass ended with an exception after some of its gradients had"
@@ -284,7 +283,7 @@ class OverlappedExchange(Exchange):
     def _fill(self, index: int) -> None:
         """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
         with self._telling_all():
-            trained, scale = self._parameters.trained, self.batch.scale
+            trained, scale = self.trained, self.batch.scale
             self._buckets.fill(index, trained, self._touched, scale)
 
     # -- exact sums ------------------------------------------------------------------------------
@@ -352,7 +351,7 @@ class OverlappedExchange(Exchange):
             return {}
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
-        buckets.parameters = self._parameters.trained
+        buckets.parameters = self.trained
         self._in_flight.push(buckets, buckets.works)
         if self.policy.staleness:
             self._clear_gradients()
@@ -396,7 +395,7 @@ class OverlappedExchange(Exchange):
 
     def _describe(self) -> str:
         is_held = self._exact_sums is not None and self.batch.step is not None
-        held = self._carry_over.in_words(self._parameters.trained) if is_held else ""
+        held = self._carry_over.in_words(self.trained) if is_held else ""
         return super()._describe() + held
 
     def _present_amp_scale(self) -> float:
@@ -409,7 +408,7 @@ class OverlappedExchange(Exchange):
             work.wait()
 
     def _clear_gradients(self) -> None:
-        for p in self._parameters.trained.values():
+        for p in self.trained.values():
             p.grad = None
 
     # -- agreement -----------------------------------------------------------------------------
@@ -440,10 +439,10 @@ class OverlappedExchange(Exchange):
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()
-        trained = set(self._parameters.trained.values())
+        trained = set(self.trained.values())
         for buckets in self._in_flight:  # [Note: stale timeline]
             buckets.parameters = {n: p for n, p in buckets.parameters.items() if p in trained}
-        self._set_plan(self._bucketing.guess(self._parameters.trained))
+        self._set_plan(self._bucketing.guess(self.trained))
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         handles = super()._hook(name, p)
@@ -460,7 +459,7 @@ class OverlappedExchange(Exchange):
         if self._bucketing.is_recorded:
             self._wait_for_all()  # exchanges will be timed
         in_order = () if self._bucketing.is_recorded else self._arrivals
-        trained, start_s = self._parameters.trained, self._pass_start_s
+        trained, start_s = self.trained, self._pass_start_s
         gradients = [
             ready_gradient(name, trained[name], self._arrivals.get(name, start_s) - start_s)
             for name in dict.fromkeys([*in_order, *self._plan.names])
@@ -471,8 +470,8 @@ class OverlappedExchange(Exchange):
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
         if self._exact_sums is not None:
-            self._exact_sums.refuse_complex({**self._parameters.trained, **self.divided})
-        self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
+            self._exact_sums.refuse_complex({**self.trained, **self.divided})
+        self._plan = BucketPlan.of(buckets, self.trained, self.comm.size)
         self._reducer.set_layouts(self._plan.layouts)
         self._idle.clear()
         # A parameter may join in the middle of a global batch; what was sent keeps its own.

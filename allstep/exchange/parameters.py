@@ -148,23 +148,14 @@ class ParameterSet(Snapshot):
         return super().has_joined() or not all(map(is_lazy, self.lazy))
 
     def used_too_early(self, others: Container[str]) -> str | None:
-        """The name of one that has a gradient already and was not taken up, if there is one.
-
-        Args:
-            others: names of those whose gradients are not exchanged.
-        """
-        if not self.has_joined():
-            return None
-        known = set(self.trained.values())
-        return next(
-            (
-                name
-                for name, p in self._model.named_parameters()
-                if p.requires_grad and not is_lazy(p) and p not in known
-                if p.grad is not None and name not in others
-            ),
-            None,
-        )
+        """The name of one that has a gradient and was not taken up, nor is among the others."""
+        if self.has_joined():
+            known = set(self.trained.values())
+            for name, p in self._model.named_parameters():
+                is_new = p.requires_grad and not is_lazy(p) and p not in known
+                if is_new and p.grad is not None and name not in others:
+                    return name
+        return None
 
     def held(self, ids: set[int]) -> set[int]:
         """Those that are of a parameter of the model, frozen or not, joined since or not."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from allstep.comm import Communicator, Shard, stages_of
+from allstep.comm import Communicator, Shard, shards_of, stages_of
 from allstep.comm.reproducible import carried, digits_of, digits_of_squares, sum_of_digits
 from allstep.errors import UsageError
 from allstep.exchange.divided import DividedParameters
@@ -23,9 +23,11 @@ class PartGradients:
         model: the attached model.
         parameters: those of its parameters that are exchanged.
         divided: those that only this worker has.
-        shards: those of which workers along another axis have other parts.
         comm: the workers that the model is attached to.
         is_exact: whether a norm must not depend on who has which part.
+
+    Attributes:
+        shards: name -> shard, of parameters of which workers along another axis have other parts.
     """
 
     def __init__(
@@ -33,17 +35,18 @@ class PartGradients:
         model: nn.Module,
         parameters: ParameterSet,
         divided: DividedParameters,
-        shards: Mapping[str, Shard],
         comm: Communicator,
         *,
         is_exact: bool = False,
     ) -> None:
         self._parameters = parameters
         self._divided = divided
-        self._shards = shards
         self._comm = comm
         self._is_exact = is_exact
-        self._along_shards = list({shard.comm: None for shard in shards.values()})
+        self.shards: Mapping[str, Shard] = shards_of(model)
+        for name, shard in self.shards.items():  # a worker may have no forward pass before a step
+            model.get_parameter(name).shard_group = shard.comm  # type: ignore[attr-defined]
+        self._along_shards = list({shard.comm: None for shard in self.shards.values()})
         self._along_stages = list({stages.comm: None for stages in stages_of(model).values()})
         self._versions: list[float] | None = None  # of the global gradients
         self._has_told = False
@@ -148,7 +151,7 @@ class PartGradients:
 
     def _square_of_whole(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Of parameters by name, with the shards that others have of them. Collective."""
-        shards = self._shards
+        shards = self.shards
         total = self._square(p for name, p in parameters.items() if name not in shards)
         for comm in self._along_shards:
             cut = (p for n, p in parameters.items() if n in shards and shards[n].comm is comm)
