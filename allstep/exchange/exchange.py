@@ -114,6 +114,40 @@ class Exchange(ABC):
         self._divided.broadcast()
         self._hooks.follow_lazy_modules(self._parameters.modules)
 
+    def detach(self) -> None:
+        """Removes all hooks; the model is as it was before `attach`. May be called again.
+
+        In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it. Call
+        it first, too, where batch norm's running statistics are to be all workers'.
+        """
+        self._warn_if_local()
+        self.is_attached = False
+        self._carry_over.give_back()
+        self._hooks.remove()
+        self._divided.detach()
+        self.statistics.detach()
+
+    def begin_again(self, state: Mapping[str, Any]) -> None:
+        """Takes up the workers that `comm` is of now, whoever they were before. Collective.
+
+        Parameters and gradients stay as they are: those who go on have the same.
+
+        Args:
+            state: from `replicated_state`, of the same moment on all workers.
+        """
+        self.detach()
+        self.stragglers = Stragglers(self.stragglers.compute_cure)
+        self._begin()
+        self.load_state_dict(state)
+
+    def _refuse_detached(self, verb: str) -> None:
+        if not self.is_attached:
+            raise UsageError(
+                f"`{verb}` was called after `detach()`; call it before, or attach again."
+            )
+
+    # -- what a kind of exchange decides -------------------------------------------------------
+
     @abstractmethod
     def _reduce(self) -> Mapping[str, nn.Parameter]:
         """Replaces `p.grad` by the sum of all times `batch.scale`. Collective.
@@ -122,17 +156,14 @@ class Exchange(ABC):
             name -> parameter that any worker has touched; others keep `p.grad` as it is.
         """
 
-    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
-        """Before its backward passes; a kind of exchange may prepare for their gradients."""
-
-    def _end_global_batch(self) -> None:
-        """After them, also where they have failed."""
-        self._carry_over.give_back()
+    @abstractmethod
+    def stats(self) -> ExchangeStats:
+        """What this exchange has done since `attach`."""
 
     @property
-    def is_fully_sharded(self) -> bool:
-        """Whether FSDP2 has sharded the model, so that its passes are collective."""
-        return False
+    def _is_active(self) -> bool:
+        """Whether there is anything to do; gradients of a lone worker are their own mean."""
+        return self.comm.size > 1
 
     @property
     def is_exact(self) -> bool:
@@ -149,13 +180,66 @@ class Exchange(ABC):
         """This worker's gradients that did not fit, with exact sums."""
         return {}
 
-    @abstractmethod
-    def stats(self) -> ExchangeStats:
-        """What this exchange has done since `attach`."""
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP2 has sharded the model, so that its passes are collective."""
+        return False
 
-    def held(self, ids: set[int]) -> set[int]:
-        """Those `id`s that are of a parameter of the model, which may be frozen."""
-        return self._parameters.held(ids) | (ids & set(map(id, self.divided.values())))
+    @property
+    def _stays_local(self) -> bool:
+        """Whether the present global batch's gradients stay with their worker."""
+        return False
+
+    @property
+    def _is_in_round(self) -> bool:
+        """Whether each worker has parameters of its own by now, with local SGD."""
+        return False
+
+    def _holds_gradients(self) -> bool:
+        """Whether what `p.grad` has held so far stays out of the exchange, to be added after it."""
+        return False
+
+    def begin_batch(self, num_passes: int) -> None:  # noqa: B027 (few need to know)
+        """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.
+
+        Args:
+            num_passes: that this worker is about to make.
+        """
+
+    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
+        """Before its backward passes; a kind of exchange may prepare for their gradients."""
+
+    def begin_micro_batch(self) -> None:  # noqa: B027
+        """The backward passes that follow are of another micro-batch of the global batch."""
+
+    def _begin_backward(self) -> None:  # noqa: B027
+        """Before the first gradient of a pass; a kind of exchange may prepare for them."""
+
+    def join_others(self) -> None:  # noqa: B027
+        """At its end: takes part in the passes of workers with more micro-batches, if need be."""
+
+    def _end_global_batch(self) -> None:
+        """After them, also where they have failed."""
+        self._carry_over.give_back()
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        """name -> the sum of this worker's gradients so far, before they are exchanged.
+
+        It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
+        """
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def flush(self) -> Iterator[int]:
+        """Leaves what is still in flight in `p.grad`, one gradient after the other.
+
+        Make an update for each. Nothing is in flight without staleness.
+
+        Yields:
+            The number of the exchange that the gradient is of.
+        """
+        yield from ()
+
+    # -- parameters, gradients and updates -----------------------------------------------------
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
@@ -168,39 +252,23 @@ class Exchange(ABC):
         return self._divided.by_name
 
     @property
-    def with_gradients(self) -> dict[str, nn.Parameter]:
-        """name -> parameter that may have a gradient here, exchanged or this worker's only."""
-        return self._parts.by_name
-
-    @property
     def is_divided(self) -> bool:
         """Whether the model has modules that are divided over several workers, the same on all."""
         return self._divided.has_modules
 
     @property
+    def with_gradients(self) -> dict[str, nn.Parameter]:
+        """name -> parameter that may have a gradient here, exchanged or this worker's only."""
+        return self._parts.by_name
+
+    def held(self, ids: set[int]) -> set[int]:
+        """Those `id`s that are of a parameter of the model, which may be frozen."""
+        return self._parameters.held(ids) | (ids & set(map(id, self.divided.values())))
+
+    @property
     def workers_with_other_parts(self) -> list[Communicator]:
         """Those whose gradients this worker does not see, along each axis over which parts lie."""
         return self._parts.workers
-
-    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the model's parameters makes a step, whose rates will be compared."""
-        self.optimizers.add(optimizer)
-        self.awaits_update = False
-        self._parts.warn_if_changed(optimizer)
-        if self.comm.size > 1:
-            self._sweep.note_update(optimizer, self.num_exchanges)
-
-    def has_exchanged_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `p.grad` was exchanged since the optimizer's last step, where it ought to be."""
-        if self.comm.size == 1 or self.policy.staleness or self.averaging is not None:
-            return True
-        return self.num_exchanges > 0 and not self._sweep.has_updated(optimizer)
-
-    def _next_state(self, device: torch.device) -> StatePart | None:
-        """What the exchange that starts compares of the workers' models, if there are several."""
-        if self.comm.size == 1:
-            return None
-        return self._sweep.next_part(self.num_exchanges, device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the model's gradients so that their L2 norm is at most `max_norm`.
@@ -243,15 +311,21 @@ class Exchange(ABC):
         """
         self._parts.unscale_(scaler, optimizer)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate in `p.grad`; the next one outside sends all."""
-        self._num_suspended += 1
-        self._num_no_sync += 1
-        try:
-            yield
-        finally:
-            self._num_suspended -= 1
+    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the model's parameters makes a step, whose rates will be compared."""
+        self.optimizers.add(optimizer)
+        self.awaits_update = False
+        self._parts.warn_if_changed(optimizer)
+        if self.comm.size > 1:
+            self._sweep.note_update(optimizer, self.num_exchanges)
+
+    def has_exchanged_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `p.grad` was exchanged since the optimizer's last step, where it ought to be."""
+        if self.comm.size == 1 or self.policy.staleness or self.averaging is not None:
+            return True
+        return self.num_exchanges > 0 and not self._sweep.has_updated(optimizer)
+
+    # -- global batches ------------------------------------------------------------------------
 
     @contextmanager
     def global_batch(
@@ -299,6 +373,16 @@ class Exchange(ABC):
         """
         return self.batch.left_out()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate in `p.grad`; the next one outside sends all."""
+        self._num_suspended += 1
+        self._num_no_sync += 1
+        try:
+            yield
+        finally:
+            self._num_suspended -= 1
+
     def total_weight(self) -> float:
         """All workers' weights of the global batch, after its exchange; 1 where losses are means.
 
@@ -314,25 +398,68 @@ class Exchange(ABC):
             sharded = self._parameters.fully_sharded
             divide_gradients([*summed, *sharded.values(), *self.divided.values()], divisor)
 
-    def begin_batch(self, num_passes: int) -> None:  # noqa: B027 (few need to know)
-        """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.
+    # -- the backward pass ---------------------------------------------------------------------
 
-        Args:
-            num_passes: that this worker is about to make.
-        """
+    def _before_forward(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self.comm.size > 1:
+            refuse_capture(self.comm.device)
+            if self.model.training:
+                self.statistics.mark_local()
+                if self.batch.step is None:  # else `steps` says so
+                    self.comm.activity.enter("forward", self.num_exchanges)
+            else:
+                self.statistics.warn_if_local()
+        self._divided.follow()
+        if torch.is_grad_enabled():
+            if self._parameters.has_joined():
+                self.sync_parameters()
+            if not self._hooks.are_newest():  # others' come before
+                self._hooks.follow_gradients(self.trained)
 
-    def begin_micro_batch(self) -> None:  # noqa: B027
-        """The backward passes that follow are of another micro-batch of the global batch."""
+    def _on_output_gradient(self, _: Tensor) -> None:
+        if not self._num_suspended:
+            self.comm.activity.enter("backward")
+            self._backward_pass.enter()
+            if self._divided.copies is not None and not self.trained:
+                self._backward_pass.request()  # as no exchanged parameter will
 
-    def join_others(self) -> None:  # noqa: B027
-        """At its end: takes part in the passes of workers with more micro-batches, if need be."""
+    def _on_gradient(self, name: str, p: nn.Parameter) -> None:
+        """A backward pass has added to `p.grad`; more may follow in others."""
+        self._touched.add(name)
+        if not self._num_suspended:
+            if self.batch.is_left_out:
+                self.batch.refuse_left_out(name, self.model)
+            self._backward_pass.request()
 
-    def local_gradients(self) -> dict[str, Tensor]:
-        """name -> the sum of this worker's gradients so far, before they are exchanged.
+    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
+        if self._rounder is not None and gradient is not None:
+            with self._telling_all():
+                self._rounder.check_call(name)
+        scale = self.batch.scale
+        return None if gradient is None or scale == 1 else gradient * scale
 
-        It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
-        """
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+    def _round_divided(
+        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
+    ) -> Tensor | None:
+        """What takes the place of the gradient of a worker's data, with exact sums."""
+        rounded = None
+        if self._rounder is not None:
+            with self._telling_all():
+                rounded = self._rounder.round_call(self._off_grid, name, p, rank, gradient)
+        return rounded
+
+    def _finish_backward(self) -> None:
+        name = self._parameters.used_too_early(self.divided)
+        if name is not None:
+            self._stop_all(
+                f"Parameter `{name}` joined the model after `attach` and was used without the"
+                " model's own forward, so that its values were never made equal. Call"
+                " `exchange.sync_parameters()` on every worker after adding it."
+            )
+        self._exchange()
 
     def synchronize(self) -> None:
         """Exchanges what is in `p.grad` now. Collective.
@@ -353,15 +480,79 @@ class Exchange(ABC):
         self._touch_all()
         self._exchange()
 
-    def flush(self) -> Iterator[int]:
-        """Leaves what is still in flight in `p.grad`, one gradient after the other.
+    def _touch_all(self) -> None:
+        self._touched = {name for name, p in self.trained.items() if p.grad is not None}
 
-        Make an update for each. Nothing is in flight without staleness.
+    def _exchange(self) -> None:
+        self.comm.activity.enter("exchange")
+        self._carry_over.carry()
+        with torch.no_grad():
+            self._carry_over.finish(self._reduce().values())
+        self._carry_over.give_back()
+        self._touched.clear()
+        self.statistics.mark_local()
+        self.statistics.warn_if_local()
+        self.num_exchanges += 1
+        self._num_no_sync = 0
+        if self._parameters.has_frozen():
+            # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
+            # workers may have different numbers of them.
+            self._follow_model()
+        self.comm.activity.enter("optimizer")
 
-        Yields:
-            The number of the exchange that the gradient is of.
+    # -- what the workers agree on -------------------------------------------------------------
+
+    def agree(self, action: str) -> None:
+        """Makes sure that all workers came to do the same, before what sends no bucket. Collective.
+
+        A worker that came for the next step's gradients, say, and this one learn it at once.
+
+        Args:
+            action: what this worker wants to do, in words.
+
+        Raises:
+            DisagreementError: on every worker, if another came for something else.
         """
-        yield from ()
+        if self._is_active and self.is_attached:
+            self._agree(action)
+
+    def _agree(self, action: str, described: Signature = (), described_digest: int = 0) -> None:
+        """Raises DisagreementError if other workers came for something else. Collective."""
+        agree(self.comm, action, described, details_digest=described_digest)
+
+    def _describe(self) -> str:
+        """What this worker believes it exchanges; compared with the others'."""
+        if self.batch.step is not None:
+            return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}"
+        return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
+
+    def _next_state(self, device: torch.device) -> StatePart | None:
+        """What the exchange that starts compares of the workers' models, if there are several."""
+        if self.comm.size == 1:
+            return None
+        return self._sweep.next_part(self.num_exchanges, device)
+
+    def _fail(self, message: str) -> None:
+        """This worker can't take part; the others learn it at the end of the exchange."""
+        self._failure = self._failure or message
+
+    @contextmanager
+    def _telling_all(self) -> Iterator[None]:
+        """Around what may be wrong with this worker's gradients, by `_fail`."""
+        try:
+            yield
+        except UsageError as error:
+            self._fail(str(error))
+
+    def _stop_all(self, message: str) -> NoReturn:
+        """Raises here, and on the workers that wait in an exchange. Collective."""
+        try:
+            self._agree(f"stop, because of this mistake: {message}")
+        except DisagreementError:
+            raise UsageError(message) from None
+        raise UsageError(message)
+
+    # -- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What the next exchanges depend on, to go in a checkpoint. Collective.
@@ -424,19 +615,11 @@ class Exchange(ABC):
         self.statistics.sync()
         self._divided.broadcast(buffers_only=True)
 
-    def agree(self, action: str) -> None:
-        """Makes sure that all workers came to do the same, before what sends no bucket. Collective.
+    def _warn_if_local(self) -> None:
+        """Before values are copied."""
+        self.statistics.warn_if_local(in_training=True)
 
-        A worker that came for the next step's gradients, say, and this one learn it at once.
-
-        Args:
-            action: what this worker wants to do, in words.
-
-        Raises:
-            DisagreementError: on every worker, if another came for something else.
-        """
-        if self._is_active and self.is_attached:
-            self._agree(action)
+    # -- the model as it changes ---------------------------------------------------------------
 
     def sync_parameters(self) -> None:
         """Takes up parameters that joined the model, with rank 0's values. Collective.
@@ -486,189 +669,14 @@ class Exchange(ABC):
         self._hooks.follow_lazy_modules(self._parameters.modules)
         return newly_trained
 
-    def detach(self) -> None:
-        """Removes all hooks; the model is as it was before `attach`. May be called again.
-
-        In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it. Call
-        it first, too, where batch norm's running statistics are to be all workers'.
-        """
-        self._warn_if_local()
-        self.is_attached = False
-        self._carry_over.give_back()
-        self._hooks.remove()
-        self._divided.detach()
-        self.statistics.detach()
-
-    def begin_again(self, state: Mapping[str, Any]) -> None:
-        """Takes up the workers that `comm` is of now, whoever they were before. Collective.
-
-        Parameters and gradients stay as they are: those who go on have the same.
-
-        Args:
-            state: from `replicated_state`, of the same moment on all workers.
-        """
-        self.detach()
-        self.stragglers = Stragglers(self.stragglers.compute_cure)
-        self._begin()
-        self.load_state_dict(state)
-
-    # -- the backward pass -------------------------------------------------------------------
-
-    @property
-    def _is_active(self) -> bool:
-        """Whether there is anything to do; gradients of a lone worker are their own mean."""
-        return self.comm.size > 1
-
-    def _holds_gradients(self) -> bool:
-        """Whether what `p.grad` has held so far stays out of the exchange, to be added after it."""
-        return False
-
-    def _on_gradient(self, name: str, p: nn.Parameter) -> None:
-        """A backward pass has added to `p.grad`; more may follow in others."""
-        self._touched.add(name)
-        if not self._num_suspended:
-            if self.batch.is_left_out:
-                self.batch.refuse_left_out(name, self.model)
-            self._backward_pass.request()
-
-    def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
-        if self._rounder is not None and gradient is not None:
-            with self._telling_all():
-                self._rounder.check_call(name)
-        scale = self.batch.scale
-        return None if gradient is None or scale == 1 else gradient * scale
-
-    def _round_divided(
-        self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
-    ) -> Tensor | None:
-        """What takes the place of the gradient of a worker's data, with exact sums."""
-        rounded = None
-        if self._rounder is not None:
-            with self._telling_all():
-                rounded = self._rounder.round_call(self._off_grid, name, p, rank, gradient)
-        return rounded
-
-    def _on_output_gradient(self, _: Tensor) -> None:
-        if not self._num_suspended:
-            self.comm.activity.enter("backward")
-            self._backward_pass.enter()
-            if self._divided.copies is not None and not self.trained:
-                self._backward_pass.request()  # as no exchanged parameter will
-
-    def _touch_all(self) -> None:
-        self._touched = {name for name, p in self.trained.items() if p.grad is not None}
-
-    def _begin_backward(self) -> None:  # noqa: B027
-        """Before the first gradient of a pass; a kind of exchange may prepare for them."""
-
-    def _finish_backward(self) -> None:
-        name = self._parameters.used_too_early(self.divided)
-        if name is not None:
-            self._stop_all(
-                f"Parameter `{name}` joined the model after `attach` and was used without the"
-                " model's own forward, so that its values were never made equal. Call"
-                " `exchange.sync_parameters()` on every worker after adding it."
-            )
-        self._exchange()
-
-    @property
-    def _stays_local(self) -> bool:
-        """Whether the present global batch's gradients stay with their worker."""
-        return False
-
-    @property
-    def _is_in_round(self) -> bool:
-        """Whether each worker has parameters of its own by now, with local SGD."""
-        return False
-
-    def _exchange(self) -> None:
-        self.comm.activity.enter("exchange")
-        self._carry_over.carry()
-        with torch.no_grad():
-            self._carry_over.finish(self._reduce().values())
-        self._carry_over.give_back()
-        self._touched.clear()
-        self.statistics.mark_local()
-        self.statistics.warn_if_local()
-        self.num_exchanges += 1
-        self._num_no_sync = 0
-        if self._parameters.has_frozen():
-            # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
-            # workers may have different numbers of them.
-            self._follow_model()
-        self.comm.activity.enter("optimizer")
-
-    def _describe(self) -> str:
-        """What this worker believes it exchanges; compared with the others'."""
-        if self.batch.step is not None:
-            return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}"
-        return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
-
-    def _agree(self, action: str, described: Signature = (), described_digest: int = 0) -> None:
-        """Raises DisagreementError if other workers came for something else. Collective."""
-        agree(self.comm, action, described, details_digest=described_digest)
-
-    # -- errors that all workers get ---------------------------------------------------------
-
-    def _refuse_detached(self, verb: str) -> None:
-        if not self.is_attached:
-            raise UsageError(
-                f"`{verb}` was called after `detach()`; call it before, or attach again."
-            )
-
-    def _fail(self, message: str) -> None:
-        """This worker can't take part; the others learn it at the end of the exchange."""
-        self._failure = self._failure or message
-
-    @contextmanager
-    def _telling_all(self) -> Iterator[None]:
-        """Around what may be wrong with this worker's gradients, by `_fail`."""
-        try:
-            yield
-        except UsageError as error:
-            self._fail(str(error))
-
-    def _stop_all(self, message: str) -> NoReturn:
-        """Raises here, and on the workers that wait in an exchange. Collective."""
-        try:
-            self._agree(f"stop, because of this mistake: {message}")
-        except DisagreementError:
-            raise UsageError(message) from None
-        raise UsageError(message)
-
-    # -- hooks -------------------------------------------------------------------------------
-
-    def _activate(self) -> None:
-        self._hooks.follow_forward()
-        self._hook_parameters()
-
-    def _before_forward(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.comm.size > 1:
-            refuse_capture(self.comm.device)
-            if self.model.training:
-                self.statistics.mark_local()
-                if self.batch.step is None:  # else `steps` says so
-                    self.comm.activity.enter("forward", self.num_exchanges)
-            else:
-                self.statistics.warn_if_local()
-        self._divided.follow()
-        if torch.is_grad_enabled():
-            if self._parameters.has_joined():
-                self.sync_parameters()
-            if not self._hooks.are_newest():  # others' come before
-                self._hooks.follow_gradients(self.trained)
-
-    def _warn_if_local(self) -> None:
-        """Before values are copied."""
-        self.statistics.warn_if_local(in_training=True)
-
     def _before_lazy_forward(self, module: nn.Module, args: Any) -> None:
         """A lazy module gets its parameters in its first forward: takes them up right there."""
         self._before_forward()
         self.statistics.before_forward(module, args)
+
+    def _activate(self) -> None:
+        self._hooks.follow_forward()
+        self._hook_parameters()
 
     def _hook_parameters(self) -> None:
         """Hooks the trained parameters that aren't yet, and unhooks those that left."""
