@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from allstep import __version__
-from allstep.comm import Communicator, DividedModules, StageModules, shards_of
+from allstep.comm import (
+    Communicator,
+    DividedModules,
+    JoinedWork,
+    StageModules,
+    Work,
+    shards_of,
+)
 from allstep.comm.agreement import digest
 from allstep.comm.membership import Membership, regroup
 from allstep.data import MapLoader
@@ -62,22 +69,26 @@ class StepCommit:
         self._interrupts = interrupts
         self._others_wait = False
 
-    def commit(self, loss: Tensor) -> Tensor:
-        """The last message before an update, which this worker makes once it has returned.
+    def commit(self, loss: Tensor) -> Work[Tensor]:
+        """The last message before an update, which this worker makes once it has come. Collective.
 
         Args:
             loss: this worker's part of the loss.
 
         Returns:
-            The whole loss, on every worker. Collective.
+            A Work of the whole loss, on every worker.
         """
         requests = self._membership.look()
         if requests.signal is not None:
             self._interrupts.request(requests.signal)
         flag = torch.full_like(loss.view(-1)[:1], float(requests.others_wait))
-        summed = self._comm.all_reduce(torch.cat([loss.view(-1), flag]), check=False)
-        self._others_wait = bool(summed[-1])
-        return summed[:-1].view_as(loss)
+        told = torch.cat([loss.view(-1), flag])
+
+        def finish() -> Tensor:
+            self._others_wait = bool(told[-1])
+            return told[:-1].view_as(loss)
+
+        return JoinedWork([self._comm.all_reduce(told, check=False, async_op=True)], finish)
 
     @property
     def others_wait(self) -> bool:

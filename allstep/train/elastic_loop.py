@@ -271,7 +271,7 @@ class Elastic:
         changes = self._changes
         if changes is not None:
             changes.enter(changes.step, changes.place + 1, is_committing=True)
-            sums = changes.messages.commit(sums)
+            sums = changes.messages.commit(sums).wait()
             changes.note_committed(json.dumps(sums.tolist()))
         self._end_batch()
         return sums

@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, divided_modules, fsdp_modules, shards_of, stages_of
+from allstep.comm import (
+    Communicator,
+    CompletedWork,
+    divided_modules,
+    fsdp_modules,
+    shards_of,
+    stages_of,
+)
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
 from allstep.device import has_streams
@@ -111,7 +118,7 @@ class Run:
             self.noise,
             options.clip_norm,
             options.nonfinite,
-            commit=None if elastic is None else elastic.commit,
+            commit=CompletedWork if elastic is None else elastic.commit,
         )
         self._stages = all_stages(task, options)
         self._enter(0)

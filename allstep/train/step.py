@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allstep.comm import CompletedWork, Work
 from allstep.exchange import Exchange
 from allstep.nn import Pipeline
 from allstep.optim import NonfiniteGradientError
@@ -58,7 +59,7 @@ class TrainStep:
         noise: sees the gradients of some steps.
         clip_norm: largest L2 norm of the global gradient, or None.
         nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
-        commit: given the loss before the update; gives what to log in its place.
+        commit: given the loss before the update, which waits for the Work: of what to log instead.
 
     Attributes:
         num_skipped: steps that were left out.
@@ -74,7 +75,7 @@ class TrainStep:
         noise: NoiseProbe,
         clip_norm: float | None = None,
         nonfinite: Literal["raise", "skip", "propagate"] = "raise",
-        commit: Callable[[Tensor], Tensor] | None = None,
+        commit: Callable[[Tensor], Work[Tensor]] = CompletedWork,
     ) -> None:
         self._task = task
         self._model = model
@@ -129,12 +130,14 @@ class TrainStep:
             if scaler.is_enabled():  # by powers of two, which are exact
                 local_loss[0] /= scaler.get_scale()
         self._noise.see_global(batch)
-        if self._commit is not None:
-            local_loss = self._commit(local_loss)
+        committed = self._commit(local_loss)
+        step = batch.step - self._exchange.policy.staleness
+        is_good = self._exchange.has_gradients and self._is_good(step)
+        loss = committed.wait()  # nothing is changed before
         if self._exchange.has_gradients:
-            self.update(batch.step - self._exchange.policy.staleness)
+            self._apply(step, is_good=is_good)
         return Update(
-            loss=local_loss,
+            loss=loss,
             epoch=batch.epoch,
             num_samples=batch.num_samples,
             data_wait_s=batch.data_wait_s,
@@ -147,8 +150,11 @@ class TrainStep:
         Raises:
             NonfiniteGradientError: by policy, before anything is changed; on every worker alike.
         """
+        self._apply(step, is_good=self._is_good(step))
+
+    def _apply(self, step: int, *, is_good: bool) -> None:
         self._set_learning_rate(self._task.schedule(step))
-        if self._is_good(step):
+        if is_good:
             self._precision.step(self._optimizer, self._exchange, self._clip_norm)
         else:
             self.num_skipped += 1

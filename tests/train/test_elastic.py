@@ -98,13 +98,13 @@ MOMENTS: dict[str, Mapping[int, Moment]] = {
     "exchange of gradients": {1: ("_send_next", 9)},
     "sums of batch norm": {2: ("_sum_micro_batches", 7)},
     "before the last message": {0: ("commit", 7)},
-    "update": {0: ("update", 7)},
+    "update": {0: ("_apply", 7)},
     "log": {0: ("_append", 8)},
     "evaluation": {0: ("_evaluate", 3)},
     "checkpoint": {0: ("_put_in_place", 2)},
-    "list of those who are left": {0: ("update", 7), 1: ("_came", 1), 2: ("_came", 3)},
-    "meeting again": {0: ("update", 7), 1: ("meet", 1)},
-    "beginning again": {0: ("update", 7), 3: ("_prepare", 2)},
+    "list of those who are left": {0: ("_apply", 7), 1: ("_came", 1), 2: ("_came", 3)},
+    "meeting again": {0: ("_apply", 7), 1: ("meet", 1)},
+    "beginning again": {0: ("_apply", 7), 3: ("_prepare", 2)},
     "state of the most advanced": {0: ("commit", 7), 1: ("load_state_dict", 1)},
 }
 
@@ -138,7 +138,7 @@ def test_killed_at_any_call(seed: int, tmp_path: Path, undisturbed: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [("save_best", 2), ("update", 9)])
+@pytest.mark.parametrize("moment", [("save_best", 2), ("_apply", 9)])
 def test_killed_where_the_best_checkpoint_counts(moment: Moment, tmp_path: Path) -> None:
     """Rank 0 dies while it keeps the best, or between two evaluations of which `patience` knows."""
     best = {"best_metric": "accuracy", "best_mode": "max", "patience": 3}
