@@ -40,7 +40,6 @@ from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 
 _LOOK_S = 0.2  # between two looks for workers that wait, or have ended
-_ANSWER_S = 1.0  # after which a step does not wait for the store any more
 _NOTICE_S = 0.5  # in which workers mostly learn by themselves that one has ended
 
 
@@ -91,13 +90,11 @@ class Membership:
         self._rejoins, self._lets_in = rejoins, lets_in
         self._system = system or System(launch.master_addr)
         self._own = Member(uuid.uuid4().hex, self._system.own_place())
-        self._asked, self._answered = self._system.new_event(), self._system.new_event()
-        self._answered.set()
+        self._end_asked, self._end_told = self._system.new_event(), self._system.new_event()
         self._num_seen = 0  # of those that have asked to join
         self._requests = Requests()
-        self._looked_at_s = -_LOOK_S
         self._has_lost_store = self._is_over = False
-        self._end_code: int | None = None
+        self._end_code = 0
         try:
             # For as long as the others may wait for this worker it can come back.
             served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
@@ -178,9 +175,11 @@ class Membership:
         Args:
             code: for the launcher to exit with, should its own workers all have been lost.
         """
-        if self._answered.wait(CONNECT_S):
+        # A store whose host was lost without a word leaves a call without an answer for minutes.
+        if not self._has_lost_store:
             self._end_code = code
-            self._ask(CONNECT_S)
+            self._end_asked.set()
+            self._end_told.wait(CONNECT_S)
         self.leave()
 
     def leave(self) -> None:
@@ -188,37 +187,14 @@ class Membership:
         self._is_over = True
 
     def look(self) -> Requests:
-        """What is asked of this generation; rank 0 looks a few times a second at most.
+        """What is asked of this generation, as rank 0 has found a moment ago.
 
         Raises:
             PeerLostError: if this worker's launcher has ended, without which nobody ends it.
         """
         self._check_launcher()
-        now_s, is_first = self._system.now_s(), self.members[0].name == self._own.name
-        if is_first and self._answered.is_set() and now_s - self._looked_at_s >= _LOOK_S:
-            self._looked_at_s = now_s
-            self._ask(_ANSWER_S)
         found = self._requests
         return found if found.generation == self.generation else Requests(signal=found.signal)
-
-    def _ask(self, limit_s: float) -> None:
-        """Has the thread that watches call the store; waits for it no longer than it may take.
-
-        A store whose host was lost without a word leaves a call without an answer for minutes.
-        """
-        if self._has_lost_store:
-            return
-        self._answered.clear()
-        self._asked.set()
-        self._answered.wait(limit_s)
-
-    def _answer(self) -> None:
-        if self._end_code is not None:
-            write_end(self._store, self._end_code)
-        else:
-            generation, signal = self.generation, signal_to_stop(self._store)
-            self._requests = Requests(generation, bool(self._waiting()), signal)
-        self._answered.set()
 
     def _check_launcher(self) -> None:
         if self._system.launcher_has_ended():
@@ -249,11 +225,13 @@ class Membership:
                 if self._system.now_s() >= next_sign_s and not self._has_lost_store:
                     next_sign_s = self._system.now_s() + SIGN_S
                     give_sign(self._store, self._own, number)
-                if self._asked.wait(_LOOK_S):
-                    self._asked.clear()
-                    self._answer()
+                if self._end_asked.wait(_LOOK_S):
+                    self._end_asked.clear()
+                    write_end(self._store, self._end_code)
+                    self._end_told.set()
                 if self._is_over:
                     return
+                self._look_for_requests()
                 self._look_after_generation()
             except RuntimeError:
                 self._go_on_without_store()
@@ -264,12 +242,20 @@ class Membership:
         two groups. The next that is lost ends the run, and nobody can join.
         """
         self._has_lost_store = True
-        self._answered.set()
+        self._end_told.set()
         if not self._is_over:
             logging.getLogger("allstep").warning(
                 "the store in which workers find each other is gone: the run goes on until its"
                 " end, or until a worker is lost; no others can join"
             )
+
+    def _look_for_requests(self) -> None:
+        """For `look`, on rank 0; no step waits for the store."""
+        generation, members = self.generation, self.members
+        if self._has_lost_store or not members or members[0].name != self._own.name:
+            return
+        signal = signal_to_stop(self._store)
+        self._requests = Requests(generation, bool(self._waiting()), signal)
 
     def _look_after_generation(self) -> None:
         watched = self._watched
