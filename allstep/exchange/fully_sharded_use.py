@@ -159,7 +159,7 @@ def _members_by_module(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         around = [name for name in members if prefix.startswith(f"{name}." if name else "")]
-        if around:
+        if around and module._parameters:
             members[max(around, key=len)].append((prefix, module))
     return members
 

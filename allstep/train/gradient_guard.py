@@ -1,6 +1,9 @@
 """Watches that nothing but `batch.backward` changes anything in the loop over a batch."""
 
+from collections.abc import Sequence
 from itertools import chain
+from operator import is_
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -8,6 +11,14 @@ from torch.optim import Optimizer
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.torch_classes import local_part
+
+
+class _State(NamedTuple):
+    """What parameters hold, and how often that and they were changed in place."""
+
+    gradients: list[Tensor | None]
+    parameter_versions: list[int]
+    gradient_versions: list[int]
 
 
 class GradientGuard:
@@ -22,7 +33,8 @@ class GradientGuard:
 
     def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
         self._exchanges = exchanges
-        self._seen: list[tuple[str, nn.Parameter, Tensor | None, tuple[int, int]]] = []
+        self._watched: list[tuple[str, nn.Parameter]] = []
+        self._seen = _state_of(self._watched)
         self._rates: list[tuple[Optimizer, list[object]]] = []
         self._earlier: list[str] = []  # experts' parameters that had a gradient before the batch
 
@@ -55,8 +67,8 @@ class GradientGuard:
 
     def note(self) -> None:
         """They are right as they are now."""
-        found = (item for x in self._exchanges for item in x.with_gradients.items())
-        self._seen = [(name, p, p.grad, _versions(p)) for name, p in found]
+        self._watched = [item for x in self._exchanges for item in x.with_gradients.items()]
+        self._seen = _state_of(self._watched)
 
     def refuse_earlier(self, step: int) -> None:
         """What `p.grad` held before must not be divided by the weights of this batch.
@@ -79,7 +91,8 @@ class GradientGuard:
 
     def forget(self) -> None:
         """From now on they may be changed."""
-        self._seen = []
+        self._watched = []
+        self._seen = _state_of(self._watched)
 
     def check(self, step: int) -> None:
         """Checks that nobody has changed them since `note`.
@@ -87,12 +100,27 @@ class GradientGuard:
         Raises:
             UsageError: names what may have done it, and the cure.
         """
-        for name, p, gradient, versions in self._seen:
-            if p.grad is not gradient or _versions(p) != versions:
-                where = f"in the loop over global batch {step}'s micro-batches"
-                if p._version != versions[0]:
-                    raise UsageError(_parameter_message(name, where))
-                raise UsageError(_gradient_message(name, where, is_gone=p.grad is None))
+        seen, now = self._seen, _state_of(self._watched)
+        are_same = map(is_, now.gradients, seen.gradients)
+        if all(are_same) and now[1:] == seen[1:]:  # looked at list by list, which is fast
+            return
+        where = f"in the loop over global batch {step}'s micro-batches"
+        for k, (name, _) in enumerate(self._watched):
+            if now.parameter_versions[k] != seen.parameter_versions[k]:
+                raise UsageError(_parameter_message(name, where))
+            gradient = now.gradients[k]
+            is_other = gradient is not seen.gradients[k]
+            if is_other or now.gradient_versions[k] != seen.gradient_versions[k]:
+                raise UsageError(_gradient_message(name, where, is_gone=gradient is None))
+
+
+def _state_of(watched: Sequence[tuple[str, nn.Parameter]]) -> _State:
+    gradients = [p.grad for _, p in watched]
+    return _State(
+        gradients,
+        [p._version for _, p in watched],
+        [-1 if gradient is None else gradient._version for gradient in gradients],
+    )
 
 
 def _rates_of(optimizer: Optimizer) -> list[object]:
@@ -104,11 +132,6 @@ def _rates_of(optimizer: Optimizer) -> list[object]:
 def _has_gradient(p: nn.Parameter) -> bool:
     """Whether there is one that is not zero here; the host waits for it."""
     return p.grad is not None and bool(local_part(p.grad).any())
-
-
-def _versions(p: nn.Parameter) -> tuple[int, int]:
-    """How often the parameter and its gradient were changed in place."""
-    return p._version, -1 if p.grad is None else p.grad._version
 
 
 def _parameter_message(name: str, where: str) -> str:
