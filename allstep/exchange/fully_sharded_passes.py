@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, fsdp_modules
+from allstep.comm import Communicator, Work, fsdp_modules
 from allstep.errors import UsageError
 from allstep.exchange.exact_shards import ExactShards
 from allstep.exchange.fully_sharded_use import PartsInUse
@@ -64,7 +64,9 @@ class CollectivePasses:
         # Of the last micro-batch, without gradients and with them.
         self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
         self._calls = self._calls_by_mode[True]
-        self._num_missing = 0  # passes that others have more in this batch
+        self._told: Work[Tensor] | None = None  # to all, when this batch began
+        self._num_passes = 0  # of this batch
+        self._num_missing = 0  # that others make more
         self._is_noting = False  # calls, which a micro-batch makes
         for module in self._modules:  # Gloo and other backends may have no other reduction
             module.set_force_sum_reduction_for_comms(True)
@@ -98,31 +100,47 @@ class CollectivePasses:
     def begin_batch(self, num_passes: int) -> None:
         """A global batch begins, or an evaluation, without gradients. Collective.
 
-        All wait for it, so that a worker that was lost between two steps has a name: what FSDP2
-        sends without us ends with the backend's words.
+        Workers tell each other how many passes they make, and wait for that only before the first
+        one, when they have read its samples.
 
         Args:
             num_passes: that this worker is about to make, one for each micro-batch as a rule.
-
-        Raises:
-            UsageError: on all workers, if one has none, and has not run any yet.
         """
         self._calls = self._calls_by_mode[torch.is_grad_enabled()]
         is_stuck = num_passes == 0 and not self._calls
         told = torch.tensor([num_passes, is_stuck], device=self._comm.device)
-        most, is_any_stuck = self._comm.all_reduce(told, "max").tolist()
+        self._told = self._comm.all_reduce(told, "max", async_op=True)
+        self._num_passes = num_passes
+        self._is_noting = False
+        self.parts.begin()
+
+    def _meet(self) -> None:
+        """Waits for what all have told, before the first pass.
+
+        So a worker that was lost between two steps has a name: what FSDP2 sends without us ends
+        with the backend's words.
+
+        Raises:
+            UsageError: on all workers, if one has no pass to make, and has not made any yet.
+        """
+        if self._told is None:
+            return
+        (most, is_any_stuck), self._told = self._told.wait().tolist(), None
         if is_any_stuck and most:
             raise UsageError(
                 "A worker has no micro-batch of the first global batch, or of the first evaluation,"
                 " and FSDP2 wants all workers to call the model equally often: let the first have"
                 f" at least {self._comm.size} micro-batches, one for each worker."
             )
-        self._num_missing = most - num_passes
-        self._is_noting = False
-        self.parts.begin()
+        self._num_missing = most - self._num_passes
 
     def begin_micro_batch(self) -> None:
-        """The calls that follow are another micro-batch's. [Note: casts of shards]"""
+        """The calls that follow are another micro-batch's. [Note: casts of shards]
+
+        Raises:
+            UsageError: before the first, if a worker can't go on; see `_meet`.
+        """
+        self._meet()
         torch.clear_autocast_cache()
         self._end_micro_batch()
         self._calls.clear()
@@ -140,6 +158,7 @@ class CollectivePasses:
 
     def join_others(self) -> None:
         """Takes part in the passes of workers with more micro-batches. Collective."""
+        self._meet()
         self._end_micro_batch()
         for _ in range(self._num_missing):
             self._begin_pass()
