@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import allstep
 from allstep import Communicator
@@ -216,3 +216,39 @@ def test_worker_that_is_lost_between_two_steps_has_a_name(tmp_path: Path) -> Non
         assert workers.join() == [1, -signal.SIGKILL]
         lost = workers.outcomes()[0].value
     assert re.search(r"PeerLostError: `all_reduce` on rank 0 of 2: rank 1 \(process \d+ on ", lost)
+
+
+class NotedSamples(Dataset[Tensor]):
+    """Samples that leave a file when they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._x = path, samples(branches(TURNS)).tensors[0]
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        self.path.touch()
+        return (self._x[index],)
+
+
+def come_late_to_a_step(comm: Communicator, folder: Path) -> int:
+    """One worker comes to the second step only when the other has read its samples."""
+    model, exchange, _ = sharded(comm)
+    is_read = folder / str(comm.rank)
+    data = NotedSamples(is_read)
+    loader = allstep.data.loader(data, comm, global_batch=5 * MICRO_BATCH, micro_batch=MICRO_BATCH)
+    for batch in allstep.steps(loader, exchange):
+        for (x,) in batch:
+            batch.backward(model(x).square().mean())
+        if batch.step == 0:
+            is_read.unlink()
+            comm.barrier()
+            while comm.rank == 1 and not (folder / "0").exists():
+                time.sleep(0.01)
+    return loader.step
+
+
+@needs_torch_2_13
+def test_samples_are_read_before_the_others_come_to_a_step(tmp_path: Path) -> None:
+    assert run_processes(2, come_late_to_a_step, tmp_path) == [4, 4]
