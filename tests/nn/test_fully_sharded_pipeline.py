@@ -144,13 +144,9 @@ def exactly(comm: Communicator, num_data: int) -> list[Trained]:
 
 
 @needs_torch_2_13
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "num_data"),
-    [
-        (2, 2),
-        pytest.param(4, 2, marks=pytest.mark.slow),
-        pytest.param(6, 3, marks=pytest.mark.long),
-    ],
+    ("size", "num_data"), [(2, 2), (4, 2), pytest.param(6, 3, marks=pytest.mark.long)]
 )
 def test_exact_sums_of_sharded_stages_have_the_bits_of_one_worker(size: int, num_data: int) -> None:
     (expected,) = run_processes(1, exactly, 1)
