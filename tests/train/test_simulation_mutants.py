@@ -116,16 +116,16 @@ CHECKPOINT_MUTANTS = {
     ),
     "in place before it is written": (
         "train/storage.py",
-        """        _write_files(temporary, step, data, _groups(pieces, file_bytes), disk)
+        """        _write_manifest_of(temporary, step, files, disk)
         _put_in_place(temporary, path, disk)
 """,
         """        _put_in_place(temporary, path, disk)
-        _write_files(path, step, data, _groups(pieces, file_bytes), disk)
+        _write_manifest_of(path, step, files, disk)
 """,
     ),
     "checksums not checked": (
         "train/storage.py",
-        "if _digest(path) != expected:",
+        "if digest_of(path) != expected:",
         "if False:",
     ),
     "no space for a name passed over": (
@@ -145,6 +145,13 @@ CHECKPOINT_MUTANTS = {
     ),
 }
 MUTANTS = {"training": TRAINING_MUTANTS, "checkpoints": CHECKPOINT_MUTANTS}
+ALL = {**TRAINING_MUTANTS, **CHECKPOINT_MUTANTS}
+
+
+@pytest.mark.parametrize(("file", "line"), [mutant[:2] for mutant in ALL.values()], ids=ALL)
+def test_line_of_mutant(file: str, line: str) -> None:
+    """The others, which take long, are seldom run."""
+    assert (_ROOT / "allstep" / file).read_text().count(line) == 1
 
 
 @pytest.mark.long
