@@ -11,7 +11,7 @@ from allstep.exchange.parameters import ParameterSet
 
 
 class CarryOver:
-    """Lets what `p.grad` holds before a sum of gradients count once, not once a worker.
+    """Lets what `p.grad` holds before an exchange count once, not once a worker.
 
     A mean keeps what is the same on all workers; a sum multiplies it by their number. So before
     gradients that will be summed are added to `p.grad`, it is divided by that number: it is then
@@ -27,7 +27,7 @@ class CarryOver:
         divided: likewise, if it is held.
         batch: tells whether gradients are summed.
         size: the number of workers.
-        is_held: whether it is held now.
+        holds: whether what `carry` finds now is to be held.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class CarryOver:
         divided: DividedParameters,
         batch: BatchSum,
         size: int,
-        is_held: Callable[[], bool],
+        holds: Callable[[], bool],
     ) -> None:
         self._parameters, self._divided = parameters, divided
-        self._batch, self._size, self._is_held = batch, size, is_held
+        self._batch, self._size, self._holds = batch, size, holds
         self._carried: dict[int, nn.Parameter] = {}  # whose `p.grad` is a part of a sum by now
         self._seen: set[int] = set()  # ids of those whose `p.grad` is of the next exchange by now
         self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}
@@ -48,7 +48,7 @@ class CarryOver:
         """Before gradients are added to `p.grad`, or it is summed; all that was not yet if None."""
         trained = self._parameters.trained
         found = trained if names is None else {name: trained[name] for name in names}
-        if self._is_held():
+        if self._holds():
             self.hold({**found, **self._divided.by_name} if names is None else found)
         elif self._size > 1 and self._batch.scale == 1:
             self._divide(found.values())

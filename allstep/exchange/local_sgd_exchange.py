@@ -16,7 +16,7 @@ class LocalSGDExchange(OverlappedExchange):
     """Exchanges the gradients of the first global batches; then averages parameters."""
 
     policy: LocalSGD
-    averaging: ParameterAveraging  # once the model is taken up
+    averaging: ParameterAveraging  # None until the model is taken up
 
     def __init__(
         self,

@@ -147,13 +147,13 @@ class ParameterSet(Snapshot):
         """Whether parameters or modules came or went, or some now require gradients; cheap."""
         return super().has_joined() or not all(map(is_lazy, self.lazy))
 
-    def used_too_early(self, others: Container[str]) -> str | None:
-        """The name of one that has a gradient and was not taken up, nor is among the others."""
+    def used_too_early(self, divided: Container[str]) -> str | None:
+        """The name of one that has a gradient and was not taken up, and is not divided."""
         if self.has_joined():
             known = set(self.trained.values())
             for name, p in self._model.named_parameters():
                 is_new = p.requires_grad and not is_lazy(p) and p not in known
-                if is_new and p.grad is not None and name not in others:
+                if is_new and p.grad is not None and name not in divided:
                     return name
         return None
 

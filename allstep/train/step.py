@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ class TrainStep:
         noise: sees the gradients of some steps.
         clip_norm: largest L2 norm of the global gradient, or None.
         nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
-        commit: given the loss before the update, which waits for the Work: of what to log instead.
+        commit: given the loss, starts the last message before the update, which waits for it; a
+            Work of what to log in the loss's place.
 
     Attributes:
         num_skipped: steps that were left out.
@@ -132,10 +133,10 @@ class TrainStep:
         self._noise.see_global(batch)
         committed = self._commit(local_loss)
         step = batch.step - self._exchange.policy.staleness
-        is_good = self._exchange.has_gradients and self._is_good(step)
+        is_finite = self._exchange.has_gradients and self._is_finite()
         loss = committed.wait()  # nothing is changed before
         if self._exchange.has_gradients:
-            self._apply(step, is_good=is_good)
+            self._apply(step, is_finite=is_finite)
         return Update(
             loss=loss,
             epoch=batch.epoch,
@@ -150,35 +151,41 @@ class TrainStep:
         Raises:
             NonfiniteGradientError: by policy, before anything is changed; on every worker alike.
         """
-        self._apply(step, is_good=self._is_good(step))
+        self._apply(step, is_finite=self._is_finite())
 
-    def _apply(self, step: int, *, is_good: bool) -> None:
+    def _apply(self, step: int, *, is_finite: bool) -> None:
+        """What `update` does, once it is known whether the gradient is finite."""
+        if not is_finite and self._nonfinite == "raise":
+            self._raise_nonfinite(step)
         self._set_learning_rate(self._task.schedule(step))
-        if is_good:
+        if is_finite:
             self._precision.step(self._optimizer, self._exchange, self._clip_norm)
         else:
             self.num_skipped += 1
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _is_good(self, step: int) -> bool:
-        """Whether the global gradient is finite, as far as the policy wants to know."""
+    def _is_finite(self) -> bool:
+        """Whether the global gradient is, as far as the policy wants to know."""
         if self._nonfinite == "propagate" or self._precision.scaler.is_enabled():
             return True
-        named = getattr(self._model, "_orig_mod", self._model).named_parameters()
-        local = {name: local_part(p.grad) for name, p in named if p.grad is not None}
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
-        norms = (nn.utils.get_total_norm(local.values(), order) for order in (2.0, math.inf))
-        is_good, others = any(map(math.isfinite, norms)), self._exchange.workers_with_other_parts
-        for comm in others:
-            is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
-        if is_good:
-            return True
-        if self._nonfinite == "skip":
-            return False
-        bad = [name for name, grad in local.items() if not grad.isfinite().all()]
-        for comm in others:
+        gradients = self._local_gradients().values()
+        norms = (nn.utils.get_total_norm(gradients, order) for order in (2.0, math.inf))
+        is_finite = any(map(math.isfinite, norms))
+        for comm in self._exchange.workers_with_other_parts:
+            is_finite = bool(comm.all_reduce(torch.tensor(float(is_finite)), "min"))
+        return is_finite
+
+    def _raise_nonfinite(self, step: int) -> NoReturn:
+        found = self._local_gradients().items()
+        bad = [name for name, gradient in found if not gradient.isfinite().all()]
+        for comm in self._exchange.workers_with_other_parts:
             bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)
+
+    def _local_gradients(self) -> dict[str, Tensor]:
+        named = getattr(self._model, "_orig_mod", self._model).named_parameters()
+        return {name: local_part(p.grad) for name, p in named if p.grad is not None}
 
     def _add_gradient(self, batch: Batch, data: object) -> None:
         """Adds one micro-batch's share to `p.grad`."""

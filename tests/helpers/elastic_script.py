@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import allstep
+from tests.helpers.elastic_workers import wait_for_a_look
 
 
 def main(out: Path, held_at: list[int], num_epochs: int) -> None:
@@ -31,7 +32,7 @@ def main(out: Path, held_at: list[int], num_epochs: int) -> None:
                     (out / f"held-{batch.step}-{os.getpid()}").touch()
                     while not (out / f"goes_on-{batch.step}").exists():
                         time.sleep(0.01)
-                    time.sleep(0.3)  # so that it looks who wants to join
+                    wait_for_a_look()
                 for x, y in batch:
                     batch.backward(torch.nn.functional.mse_loss(model(x), y))
                 optimizer.step()

@@ -1,22 +1,25 @@
 """Workers of an elastic training, each of which may be killed or held at any call."""
 
+import gc
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import allstep
+from allstep.comm.membership import Membership
+from allstep.errors import PeerLostError
 from tests.helpers.processes import Workers
 
 TOO_LATE = re.compile("nothing to join|before this one had joined")
 _PACKAGE = os.path.dirname(allstep.__file__)
-
-_BETWEEN_LOOKS_S = 0.3  # more than workers let pass between two looks for others
+_LOST_AFTER_S = 2.0  # a store that gives no answer
 
 Moment = int | tuple[str, int]  # the n-th call of all, or of a function, from 1
 
@@ -68,11 +71,23 @@ def wait_until(happened: Callable[[], bool], workers: Workers) -> None:
 
 
 def hold_until(file: Path) -> None:
-    """Holds a worker, at least until it looks again who wants to join."""
+    """Holds a worker, and then until it knows who wants to join by now."""
     _sign(file).touch()
     while not file.exists():
         time.sleep(0.01)
-    time.sleep(_BETWEEN_LOOKS_S)
+    wait_for_a_look()
+
+
+def wait_for_a_look() -> None:
+    """Waits until rank 0, if this process is it, has looked for those that wait to join by now."""
+    deadline_s = time.monotonic() + _LOST_AFTER_S
+    for membership in [x for x in gc.get_objects() if type(x) is Membership]:
+        is_first = bool(membership.members) and membership.rank == 0
+        for _ in range(2 * is_first):  # the first look may have begun before
+            with suppress(PeerLostError):
+                seen = membership.look()
+                while membership.look() is seen and time.monotonic() < deadline_s:
+                    time.sleep(0.01)
 
 
 def is_held(file: Path) -> bool:
