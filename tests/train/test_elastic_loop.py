@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import allstep
 from allstep import Communicator, Synchronous, UsageError, init
 from allstep.cli.exits import StoreAddress
+from allstep.comm import Work
 from allstep.comm.membership import Membership
 from allstep.comm.reproducible import digits_of
 from allstep.data import GlobalBatch
@@ -416,12 +417,13 @@ def train_with_a_lost_answer(folder: Path, step: int) -> Any:
     commit, rank = StepCommit.commit, read_launch().rank
     num_left = step + 1
 
-    def losing(self: StepCommit, sums: Tensor) -> Tensor:
+    def losing(self: StepCommit, sums: Tensor) -> Work[Tensor]:
         nonlocal num_left
-        result, num_left = commit(self, sums), num_left - 1
+        work, num_left = commit(self, sums), num_left - 1
         if rank == 1 and num_left == 0:
+            work.wait()
             raise PeerLostError("the connection was closed")
-        return result
+        return work
 
     StepCommit.commit = losing  # type: ignore[method-assign]
     return train(folder, {}, {})
