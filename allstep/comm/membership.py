@@ -225,13 +225,13 @@ class Membership:
                 if self._system.now_s() >= next_sign_s and not self._has_lost_store:
                     next_sign_s = self._system.now_s() + SIGN_S
                     give_sign(self._store, self._own, number)
-                self._look_for_requests()
                 if self._end_asked.wait(_LOOK_S):
                     self._end_asked.clear()
                     write_end(self._store, self._end_code)
                     self._end_told.set()
                 if self._is_over:
                     return
+                self._look_for_requests()
                 self._look_after_generation()
             except RuntimeError:
                 self._go_on_without_store()
