@@ -15,7 +15,7 @@ _FIRST_SEEDS = {  # shortly before the one that finds it, where that is not amon
     "checksums not checked": 44,
     "no space for a name passed over": 98,
     "what living writers write swept away": 15,
-    "what was moved aside swept away": 97,
+    "what was moved aside swept away": 760,
 }
 
 # name -> file, lines of it, and what is there instead
