@@ -217,6 +217,8 @@ class Membership:
         if is_first:
             atexit.register(self.leave)  # a call of a store that outlives the interpreter aborts
             self._system.start_thread(self._watch, "allstep membership")
+        with suppress(RuntimeError):  # of a lost store, which the thread sees to
+            self._look_for_requests()  # or the first steps would not know who waits
 
     def _watch(self) -> None:
         next_sign_s = self._system.now_s()

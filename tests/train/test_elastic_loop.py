@@ -554,8 +554,7 @@ def test_joining(
     joined = [
         outcome.value[1] for code, outcome in zip(codes[2:], outcomes[2:], strict=True) if code == 0
     ]
-    # They have trained; a new rank 0 looks who waits a moment later.
-    assert all(5 <= min(attempts) for attempts in joined), joined
+    assert all(5 <= min(attempts) <= 6 for attempts in joined), joined  # they have trained
     check_seen_once(tmp_path)
 
 
