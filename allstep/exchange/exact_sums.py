@@ -12,6 +12,7 @@ from allstep.comm.reproducible import ReproducibleSum
 from allstep.device import is_accelerator, read_scalars
 from allstep.errors import UsageError
 from allstep.exchange.buckets import has_form_of
+from allstep.exchange.compiled import compiled_rounding
 from allstep.exchange.divided import DividedParameters
 from allstep.exchange.grid import Grid, Unit
 from allstep.exchange.hooks import will_accumulate
@@ -32,7 +33,7 @@ class ExactSums:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.grid = Grid()
+        self.grid = Grid(None if is_accelerator(device) else compiled_rounding())
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
         self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
         self._rounded_calls: set[str] = set()  # experts' parameters, whose `p.grad` is next

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator, read_scalars
+from allstep.exchange.compiled import CompiledRounding
 
 _MARGIN = 32.0  # of a global gradient's largest element, before it leaves the grid
 _KEPT = 0.9  # share of the largest element that is left when it is looked at again
@@ -109,9 +110,13 @@ class Grid:
     On an accelerator the host would wait for each of these decisions. There the device makes them,
     and puts zeros in place of what does not fit; the host reads all of them together, once a
     micro-batch, and then adds those gradients apart, which it has kept until then.
+
+    Args:
+        compiled: what rounds instead of torch's kernels, with the same bits; see `compiled.py`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: CompiledRounding | None = None) -> None:
+        self._compiled = compiled
         self._tops: dict[str, Tensor] = {}  # T by row
         self._units: dict[str, Unit] = {}  # for the present number of terms
         self._num_terms = 1
@@ -161,8 +166,9 @@ class Grid:
         unit = self._unit_of(name, gradient, rank)
         if unit is None or not gradient.numel():
             return None if unit is None else gradient if out is None else out
-        if out is None and gradient.numel() <= _CHUNK and gradient.is_contiguous():
-            return _round_small(gradient, unit)
+        if gradient.is_contiguous() and (out is None or out.is_contiguous()):
+            target = torch.empty_like(gradient) if out is None else out
+            return target if self._round(gradient, unit, target, adds=adds) else None
         order = _order_in_memory(gradient if out is None else out)
         rows = _in_rows(gradient, order)
         target = rows if out is None else _in_rows(out, order)
@@ -217,8 +223,17 @@ class Grid:
             unit = self._units[name] = self._new_unit(top, gradient.dtype)
         return unit
 
-    def _round(self, rows: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
-        """Rounds [rows, n] and looks whether it fits, in parts that stay in the cache."""
+    def _round(self, x: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
+        """Rounds what lies in memory as its rows do, and says whether it fits."""
+        compiled = self._compiled
+        if compiled is not None and compiled.takes(x, out, unit.limit):
+            share = compiled.round(x, out, unit.shift, unit.limit, unit.smallest, adds=adds)
+            return unit.is_good([share])
+        num_rows = len(unit.limit)
+        return self._round_by_torch(x.view(num_rows, -1), unit, out.view(num_rows, -1), adds=adds)
+
+    def _round_by_torch(self, rows: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
+        """The same for [rows, n], in parts that stay in the cache."""
         if adds:
             pieces = _pieces(rows)
             if not unit.is_good([unit.share_of(x, index) for index, x in pieces]):
@@ -343,14 +358,6 @@ def _followed(new: Tensor, old: Tensor, largest: float, kept: float) -> Tensor:
 _DIGITS = {torch.float32: 24, torch.float64: 53}
 
 
-def _round_small(gradient: Tensor, unit: Unit) -> Tensor | None:
-    """As `Grid.round`, for a gradient whose cost is that of the calls."""
-    rows = gradient.view(len(unit.limit), -1)
-    if not unit.is_good([unit.share_of(rows)]):
-        return None
-    return torch.add(rows, unit.shift).sub_(unit.shift).view(gradient.shape)
-
-
 def _num_rows(shape: torch.Size) -> int:
     """Parts of a parameter with a unit each: slices of its first dimension, if these are large."""
     is_large = len(shape) > 1 and shape.numel() >= _ROW_SIZE * shape[0]
@@ -432,7 +439,7 @@ def _pieces(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _share(rows: Tensor, limit: Tensor) -> Tensor:
-    shares = _largest(rows).div_(limit)
+    shares = _largest(rows).double().div_(limit)  # as `compiled.py` does
     return shares.amax() if len(shares) > 1 else shares[0]
 
 

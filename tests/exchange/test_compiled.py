@@ -1,0 +1,270 @@
+"""Rounding in C: the bits and the decisions of torch's kernels."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from allstep.exchange.compiled import CompiledRounding, load_rounding
+from allstep.exchange.grid import Grid
+
+HAS_COMPILER = shutil.which("cc") is not None and Path("/usr/include/string.h").exists()
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs gcc and libc6-dev")
+SHAPES = [(5,), (3, 7), (6, 100), (4, 3, 5, 5), (9, 70, 3), (300, 2000), (2, 300_000), (700_000,)]
+
+
+class Counting(CompiledRounding):
+    """Knows how often it was taken."""
+
+    def __init__(self, inner: CompiledRounding) -> None:
+        self._inner = inner
+        self.num_rounded = 0
+
+    def round(self, *args: Any, **kwargs: Any) -> float:
+        self.num_rounded += 1
+        return self._inner.round(*args, **kwargs)
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> CompiledRounding:
+    return load_rounding(tmp_path, ["cc"])
+
+
+@pytest.fixture
+def counting(compiled: CompiledRounding) -> Counting:
+    return Counting(compiled)
+
+
+def grids(total: Tensor, compiled: CompiledRounding) -> tuple[Grid, Grid]:
+    """Two that know the same, of which one rounds by torch's kernels."""
+    found = Grid(), Grid(compiled)
+    for grid in found:
+        grid.begin(4)
+        grid.look_at({"p": total})
+    return found
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def assert_same(gradient: Tensor, total: Tensor, compiled: CompiledRounding) -> bool:
+    """In each of the ways to round; whether the gradient fits."""
+    held = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1)).float()
+    held = held.as_strided(gradient.shape, gradient.stride()) if gradient.is_contiguous() else held
+    rounded = []
+    for grid in grids(total, compiled):
+        target, sums = torch.full_like(held, 7.0), held.clone()
+        new = grid.round("p", gradient)
+        grid.begin_micro_batch()
+        into = grid.round("p", gradient, target)
+        grid.begin_micro_batch()
+        added = grid.round("p", gradient, sums, adds=True)
+        assert (new is None) == (into is None) == (added is None)
+        assert into is None or into is target
+        rounded.append((new, into, sums))
+    (new, into, sums), (new_c, into_c, sums_c) = rounded
+    assert torch.equal(bits(sums), bits(sums_c))
+    assert (new is None) == (new_c is None)
+    if new is None or new_c is None:
+        assert torch.equal(sums_c, held)
+        return False
+    assert torch.equal(bits(new), bits(new_c)) and torch.equal(bits(into), bits(into_c))
+    assert torch.equal(bits(held + new), bits(sums_c))
+    return True
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 5.0, 1e9])
+def test_same_bits(shape: tuple[int, ...], scale: float, counting: Counting) -> None:
+    random = torch.Generator().manual_seed(len(shape))
+    total = torch.randn(shape, generator=random, dtype=torch.float32)
+    gradient = scale * torch.randn(shape, generator=random, dtype=torch.float32)
+    assert assert_same(gradient, total, counting) == (1e-20 < scale < 1e3)
+    assert counting.num_rounded == 3
+
+
+@needs_compiler
+def test_same_bits_of_rows_of_any_size(counting: Counting) -> None:
+    """Of which some leave the grid, or are far below the others."""
+    random = torch.Generator().manual_seed(0)
+    num_fitting = 0
+    for _ in range(100):
+        rows = torch.exp(4 * torch.randn(7, 1, generator=random, dtype=torch.float32))
+        total = rows * torch.randn(7, 90, generator=random, dtype=torch.float32)
+        others = torch.exp(2 * torch.randn(7, 1, generator=random, dtype=torch.float32))
+        gradient = rows * others * torch.randn(7, 90, generator=random, dtype=torch.float32)
+        num_fitting += assert_same(gradient, total, counting)
+    assert 10 < num_fitting < 90
+    assert counting.num_rounded == 300
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 99, 250, 639])
+def test_nonfinite_gradients_do_not_fit(bad: float, at: int, compiled: CompiledRounding) -> None:
+    total = torch.randn(8, 80, generator=torch.Generator().manual_seed(0)).float()
+    gradient = total.clone()
+    gradient.view(-1)[at] = bad
+    assert not assert_same(gradient, total, compiled)
+
+
+@needs_compiler
+def test_edges_of_what_fits(compiled: CompiledRounding) -> None:
+    total = torch.randn(8, 80, generator=torch.Generator().manual_seed(0)).float()
+    total[3] *= 1e-3
+    grid = Grid()
+    grid.begin(4)
+    grid.look_at({"p": total})
+    found = grid.round_unread("p", total)
+    assert found is not None
+    *_, unit = found
+    for row in (0, 3):
+        gradient = torch.zeros(8, 80, dtype=torch.float32)
+        limit = unit.limit[row]
+        smallest = limit * unit.smallest
+        edges = [limit, limit.nextafter(2 * limit), smallest, smallest.nextafter(0 * limit)]
+        fits = []
+        for edge in edges:
+            for sign in (1, -1):
+                gradient[row, 41] = sign * edge
+                fits.append(assert_same(gradient, total, compiled))
+        assert fits == [True, True, False, False, True, True, False, False]
+    assert assert_same(torch.zeros(8, 80, dtype=torch.float32), total, compiled)
+    assert not assert_same(torch.full((8, 80), 1e-45, dtype=torch.float32), 1e9 * total, compiled)
+
+
+@needs_compiler
+def test_gradients_in_another_order(counting: Counting) -> None:
+    total = torch.randn(6, 20, 3, 3, generator=torch.Generator().manual_seed(0)).float()
+    assert assert_same(total.to(memory_format=torch.channels_last), total, counting)
+    assert assert_same(total.flip(3).flip(3)[..., ::2], total[..., ::2], counting)
+    assert counting.num_rounded > 0
+
+
+@needs_compiler
+def test_what_it_does_not_take(compiled: CompiledRounding) -> None:
+    x, limit = torch.zeros(4, 80, dtype=torch.float32), torch.ones(4, dtype=torch.float32)
+    assert compiled.takes(x, x, limit)
+    assert not compiled.takes(x.double(), x.double(), limit.double())
+    assert not compiled.takes(x.double(), x, limit)
+    assert not compiled.takes(x, x, limit.double())
+    assert not compiled.takes(x.t(), x, limit)
+    assert not compiled.takes(torch._neg_view(x), x, limit)
+    assert not compiled.takes(torch.nn.Parameter(x), x, limit)
+    assert not compiled.takes(x.to("meta"), x, limit)
+
+
+# -- where it comes from ------------------------------------------------------------------------
+
+
+def works(compiled: CompiledRounding) -> bool:
+    total = torch.ones(3, 80, dtype=torch.float32)
+    return assert_same(total, total, compiled)
+
+
+@needs_compiler
+def test_is_compiled_once(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    assert works(load_rounding(folder, ["cc"]))
+    assert len(list(folder.iterdir())) == 1
+    assert works(load_rounding(folder, ["no-such-compiler"]))
+
+
+@needs_compiler
+def test_several_compile_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: load_rounding(tmp_path, ["cc"]), range(4)))
+    assert all(map(works, found))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@needs_compiler
+def test_is_compiled_again_where_the_file_is_damaged(tmp_path: Path) -> None:
+    load_rounding(tmp_path / "whole", ["cc"])
+    (whole,) = (tmp_path / "whole").iterdir()
+    damaged = tmp_path / "damaged" / whole.name
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"")
+    assert works(load_rounding(damaged.parent, ["cc"]))
+    assert damaged.read_bytes()
+
+
+@needs_compiler
+def test_folder_that_nobody_may_write_to(tmp_path: Path) -> None:
+    """As root may write anywhere, a file is in its place."""
+    (tmp_path / "file").write_text("")
+    assert works(load_rounding(tmp_path / "file" / "folder", ["cc"]))
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no-such-compiler"):
+        load_rounding(tmp_path, ["no-such-compiler"])
+    with pytest.raises(subprocess.CalledProcessError):
+        load_rounding(tmp_path, ["false"])
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+def test_compiler_that_reorders_sums_is_not_taken(tmp_path: Path) -> None:
+    compiler = tmp_path / "fast"
+    compiler.write_text('#!/bin/sh\nexec cc "$@" -ffast-math\n')
+    compiler.chmod(0o755)
+    with pytest.raises(OSError, match="reorders sums"):
+        load_rounding(tmp_path / "cache", [str(compiler)])
+
+
+_TRAINING = """
+import hashlib, logging
+import torch
+import allstep
+from allstep.exchange.compiled import compiled_rounding
+
+logging.basicConfig(level=logging.INFO)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+comm = allstep.init(device="cpu")
+exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
+samples = torch.utils.data.TensorDataset(torch.randn(40, 20), torch.randn(40, 1))
+loader = allstep.data.loader(samples, comm, global_batch=8, micro_batch=2)
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(4):
+    for batch in allstep.steps(loader, exchange):
+        for x, y in batch:
+            batch.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(compiled_rounding() is not None, hashlib.sha256(bits).hexdigest())
+"""
+
+
+@needs_compiler
+@pytest.mark.process
+def test_training_where_there_is_no_compiler(tmp_path: Path) -> None:
+    """It has the same bits, and says once why its sums take longer."""
+
+    def train(compiler: str) -> tuple[list[str], str]:
+        environment = {**os.environ, "CC": compiler, "XDG_CACHE_HOME": str(tmp_path / compiler)}
+        command = [sys.executable, "-c", _TRAINING]
+        found = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert found.returncode == 0, found.stderr
+        return found.stdout.split(), found.stderr
+
+    (was_compiled, digest), log = train("cc")
+    (was_compiled_without, digest_without), log_without = train("false")
+    assert (was_compiled, was_compiled_without) == ("True", "False")
+    assert digest == digest_without
+    assert "torch's kernels" not in log
+    assert log_without.count("exact sums round by torch's kernels") == 1
