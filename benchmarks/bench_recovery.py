@@ -1,11 +1,12 @@
 """Seconds from the kill of a worker to the next finished step, ours and torchft's; elastic's price.
 
-    python benchmarks/bench_recovery.py [--quick] [--rounds 5] [--parts kills overhead]
+    python benchmarks/bench_recovery.py [--quick] [--rounds 5] [--parts kills overhead loop]
 
     kills     four workers train the recipe `fashion`'s model; two are killed by SIGKILL, one after
               the other: a random one at a random moment of a step. Ours, torchft with the settings
               of its README and example, and torchft with tuned ones take turns.
     overhead  two workers, a step of `fit(..., elastic=True)` over one without, in turns
+    loop      the same of a loop of one's own, with `allstep.Elastic` and without
 
 The step that counts is the first that the others finish without the one that was killed, on the
 last of them, less their median step afterwards. Then they train to the end, and each one's
@@ -16,7 +17,7 @@ worker is killed within an all-reduce of Gloo's; how often is counted in runs of
 
 Keys: `recovery_s`; `speedup_vs_torchft`, the tuned one's seconds over ours, kill by kill;
 `speedup_vs_torchft_documented`; `differing_bits`; `torchft_difference`, of the tuned one;
-`overhead_pct`, `overhead_cpu_pct`.
+`overhead_pct`, `overhead_cpu_pct`, `loop_overhead_pct`, `loop_overhead_cpu_pct`.
 """
 
 import argparse
@@ -47,7 +48,13 @@ from torch import Tensor
 from allstep.cli.launch import Workers
 from allstep.cli.worker import last_lines
 
-TARGETS = {"overhead_pct": 1.0, "differing_bits": 0, "speedup_vs_torchft": 1.0}
+PARTS = ("kills", "overhead", "loop")
+TARGETS = {
+    "overhead_pct": 1.0,
+    "loop_overhead_pct": 1.0,
+    "differing_bits": 0,
+    "speedup_vs_torchft": 1.0,
+}
 # Milliseconds, of the lighthouse and of a worker. Documented: torchft's README and train_ddp.py,
 # and its defaults for heartbeats. Tuned: ten heartbeats may be missing instead of fifty, of twice
 # as many a second, and workers wait for each other in an all-reduce for some steps' time.
@@ -258,11 +265,13 @@ def count_ddp(rounds: int) -> dict[str, int]:
     return {"num_kills": rounds, "num_survived": num_survived}
 
 
-def measure_overhead(repeats: int) -> dict[str, dict[str, list[float]]]:
+def measure_overhead(repeats: int, *, is_own_loop: bool) -> dict[str, dict[str, list[float]]]:
     """plain, elastic -> wall, cpu -> seconds of each step."""
     with (
         tempfile.TemporaryDirectory() as name,
-        make_workers("measure_overhead", Path(name), 2, repeats=repeats) as workers,
+        make_workers(
+            "measure_overhead", Path(name), 2, repeats=repeats, is_own_loop=is_own_loop
+        ) as workers,
     ):
         while not workers.wait(1.0):
             pass
@@ -310,6 +319,26 @@ def median_lost_samples(sizes: Sequence[Sequence[int]]) -> int:
     return round(statistics.median(lost) * recovery_worker.MICRO_BATCH)
 
 
+def overhead_table(title: str, seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
+    """A row a clock."""
+    table = Table("clock", "plain step, ms", "elastic over plain", title=title)
+    for clock in ("wall", "cpu"):
+        plain, elastic = seconds["plain"][clock], seconds["elastic"][clock]
+        plain_ms = estimate([1e3 * s for s in plain])
+        table.add_row(clock, str(plain_ms), str(ratio(elastic, plain)))
+    return table
+
+
+def overhead_keys(
+    prefix: str, seconds: Mapping[str, Mapping[str, Sequence[float]]]
+) -> dict[str, float]:
+    """The headline's, of the parts `overhead` and `loop`."""
+    return {
+        f"{prefix}{name}": ratio(seconds["elastic"][clock], seconds["plain"][clock]).excess().median
+        for name, clock in (("overhead_pct", "wall"), ("overhead_cpu_pct", "cpu"))
+    }
+
+
 def torchft_version() -> str:
     """Ends this process where there is none."""
     try:
@@ -322,9 +351,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="about a minute on two cores")
     parser.add_argument("--rounds", type=int, help="default: 5 of two kills, quick 1 of one")
-    parser.add_argument("--parts", nargs="+", choices=["kills", "overhead"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
     arguments = parser.parse_args()
-    parts = arguments.parts or ["kills", "overhead"]
+    parts = [part for part in PARTS if part in (arguments.parts or PARTS)]
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     results: dict[str, Any] = {"targets": TARGETS}
     keys: dict[str, float] = {}
@@ -339,18 +368,12 @@ def main() -> None:
         results["torchft_ddp"] = ddp
         Console().print(kill_table(rows))
         print(f"torchft's DDP went on after {ddp['num_survived']} of {ddp['num_kills']} kills")
-    if "overhead" in parts:
-        seconds = measure_overhead(60 if arguments.quick else 500)
-        table = Table("clock", "plain step, ms", "elastic over plain", title="Overhead")
-        for clock in ("wall", "cpu"):
-            plain, elastic = seconds["plain"][clock], seconds["elastic"][clock]
-            plain_ms = estimate([1e3 * s for s in plain])
-            table.add_row(clock, str(plain_ms), str(ratio(elastic, plain)))
-            name = "overhead_pct" if clock == "wall" else "overhead_cpu_pct"
-            keys[name] = 100 * (ratio(elastic, plain).median - 1)
-        Console().print(table)
-        results["overhead"] = seconds
-    name = "recovery" if len(parts) == 2 else f"recovery_{parts[0]}"
+    for part in parts[parts[0] == "kills" :]:
+        seconds = measure_overhead(60 if arguments.quick else 500, is_own_loop=part == "loop")
+        Console().print(overhead_table(part, seconds))
+        keys |= overhead_keys("" if part == "overhead" else "loop_", seconds)
+        results[part] = seconds
+    name = "recovery" if parts == list(PARTS) else f"recovery_{'_'.join(parts)}"
     write_results(name, {**results, **keys})
     print_headline(**keys)
 

@@ -195,16 +195,12 @@ def measure_overhead(folder: Path) -> None:
     Wall is of the slowest worker, cpu of all workers together.
     """
     torch.set_num_threads(1)
-    task, repeats = make_task(OVERHEAD_STEPS), read_call(folder).arguments["repeats"]
+    task, arguments = make_task(OVERHEAD_STEPS), read_call(folder).arguments
     with allstep.init(device="cpu") as comm:
-        membership = Membership(read_launch(), grace_s=comm.timeout_s)
-        membership.begin(comm)
-        loops = {
-            "plain": updates(task, comm, None),
-            "elastic": updates(task, comm, StepCommit(comm, membership, Interrupts())),
-        }
+        updates = own_updates if arguments["is_own_loop"] else fit_updates
+        loops = {name: updates(task, comm, name == "elastic") for name in ("plain", "elastic")}
         found: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in loops}
-        for repeat in range(-_WARMUPS, repeats):
+        for repeat in range(-_WARMUPS, arguments["repeats"]):
             for name in list(loops) if repeat % 2 else list(reversed(loops)):
                 comm.barrier()
                 start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -220,11 +216,41 @@ def measure_overhead(folder: Path) -> None:
         comm.barrier()
 
 
-def updates(task: Task, comm: Communicator, elastic: StepCommit | None) -> Iterator[None]:
-    """A step at a time, of a model of its own."""
+def fit_updates(task: Task, comm: Communicator, is_elastic: bool) -> Iterator[None]:
+    """A step of `fit` at a time, of a model of its own."""
+    commit = None
+    if is_elastic:
+        membership = Membership(read_launch(), grace_s=comm.timeout_s)
+        membership.begin(comm)
+        commit = StepCommit(comm, membership, Interrupts())
     schedule = allstep.optim.hold(task.schedule, OVERHEAD_STEPS)
     own = replace(task, model=copy.deepcopy(task.model), schedule=schedule)
-    run = Run(own, OPTIONS, comm, elastic)
+    run = Run(own, OPTIONS, comm, commit)
     while True:
         for _ in run.updates():
             yield
+
+
+def own_updates(task: Task, comm: Communicator, is_elastic: bool) -> Iterator[None]:
+    """A step of a user's own loop at a time."""
+    model = copy.deepcopy(task.model)
+    optimizer = task.optimizer(model)
+    exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
+    loader = allstep.data.loader(
+        task.train_set, comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+    )
+
+    def epoch(elastic: allstep.Elastic | None) -> Iterator[None]:
+        for batch in allstep.steps(loader, exchange, elastic=elastic):
+            for samples in batch:
+                batch.backward(task.loss(model, samples))
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+    if not is_elastic:
+        while True:
+            yield from epoch(None)
+    with allstep.Elastic(loader, exchange, state={"optimizer": optimizer}) as elastic:
+        for _ in elastic.epochs(1_000_000):
+            yield from epoch(elastic)
