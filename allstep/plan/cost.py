@@ -83,10 +83,10 @@ class BucketCost:
         communication_slowdown: how much longer it takes beside compute.
     """
 
-    seconds: float
-    latency_s: float
-    compute_slowdown: float
-    communication_slowdown: float
+    seconds: float = 0.0
+    latency_s: float = 0.0
+    compute_slowdown: float = 0.0
+    communication_slowdown: float = 0.0
 
 
 def bucket_cost(
@@ -108,9 +108,7 @@ def bucket_cost(
         element_bytes: of the gradients; what was measured was float32, and counts by bytes sent.
     """
     if cluster.num_workers == 1:
-        return BucketCost(
-            seconds=0.0, latency_s=0.0, compute_slowdown=0.0, communication_slowdown=0.0
-        )
+        return BucketCost()
     timed = cluster.measured(compression, algorithm)
     if timed is None:
         seconds = collective_s(compression, algorithm, cluster, num_elements, element_bytes)
