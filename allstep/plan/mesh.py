@@ -35,8 +35,6 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for name in ("data", "pipeline", "tensor", "shard"):
             check_integer(name, getattr(self, name))
-        if self.shard == 1:
-            return
         if self.data % self.shard:
             raise UsageError(f"`shard` (={self.shard}) must divide `data` (={self.data}).")
 
