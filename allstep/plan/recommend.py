@@ -21,6 +21,7 @@ from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.bottlenecks import growing_bottleneck, largest_bottleneck
 from allstep.plan.describe import seconds_text
 from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
+from allstep.plan.price import work_s
 from allstep.plan.time_to_target import Target
 
 # Seconds until several workers have imported torch, found each other and begun to train.
@@ -155,15 +156,9 @@ def gain_of(prediction: Prediction, target: Target | None) -> float:
     return prediction.speed_up if target is None else target.speed_up(prediction)
 
 
-def _training_s(prediction: Prediction, target: Target | None) -> float | None:
-    """Seconds of the whole training, the samples to the target counted; None if not known."""
-    one_s = prediction.single_worker_training_s
-    return None if one_s is None else one_s / gain_of(prediction, target)
-
-
 def _saves_startup(prediction: Prediction, target: Target | None, startup_s: float) -> bool:
     """Whether the whole training is shorter by more than the start of several workers takes."""
-    one_s, several_s = prediction.single_worker_training_s, _training_s(prediction, target)
+    one_s, several_s = prediction.single_worker_training_s, work_s(prediction, target)
     return one_s is None or several_s is None or one_s - several_s > startup_s
 
 
@@ -183,7 +178,7 @@ def _do(choice: Prediction, target: Target | None) -> str:
 
 
 def _duration(choice: Prediction, target: Target | None) -> str:
-    one_s, several_s = choice.single_worker_training_s, _training_s(choice, target)
+    one_s, several_s = choice.single_worker_training_s, work_s(choice, target)
     if one_s is None or several_s is None:
         return ""
     return (
@@ -240,7 +235,7 @@ def _no_gain(best: Sequence[Prediction], target: Target | None) -> str:
 
 
 def _too_short(choice: Prediction, target: Target | None, startup_s: float) -> str:
-    one_s, several_s = choice.single_worker_training_s, _training_s(choice, target)
+    one_s, several_s = choice.single_worker_training_s, work_s(choice, target)
     assert one_s is not None
     assert several_s is not None
     return (
@@ -256,7 +251,7 @@ def _bring_and_cost(
     """A lossy policy against the recommendation."""
     gain = gain_of(lossy, target)
     against = "" if choice is None else f", {gain / gain_of(choice, target):.2f}x the above"
-    duration = _training_s(lossy, target)
+    duration = work_s(lossy, target)
     whole = "" if duration is None else f", {seconds_text(duration)} for the whole training"
     cost = accuracy.cost(lossy.policy)
     if cost is None:
