@@ -203,6 +203,6 @@ class CopyStep:
     """
 
     workload: Workload
-    activations_s: float
+    activations_s: float = 0.0
     bubble_s: float = 0.0
     sharding_s: float = 0.0

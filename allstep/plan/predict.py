@@ -13,7 +13,7 @@ from allstep.plan.sharding import sharded_step, sharded_waits
 from allstep.plan.simulate import StepReport, simulate
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.transformer import TransformerSpec
-from allstep.plan.workload import TrainingSpec, Workload
+from allstep.plan.workload import TrainingSpec
 
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # More buckets than this cost more time to start than they hide.
@@ -146,22 +146,22 @@ def predict_one(
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
     """One cell of `predict`; what the policy leaves open is set to what is fastest."""
-    workload = training.workload(num_workers)
-    return _predict_workload(
-        training, workload, cluster.of(num_workers), policy, MeshSpec(data=num_workers), stragglers
+    step = CopyStep(workload=training.workload(num_workers))
+    return _predict_step(
+        training, step, cluster.of(num_workers), policy, MeshSpec(data=num_workers), stragglers
     )
 
 
-def _predict_workload(
+def _predict_step(
     training: TrainingSpec,
-    workload: Workload,
+    step: CopyStep,
     data_axis: Cluster,
     policy: PolicySpec,
     mesh: MeshSpec,
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
     """Of what the worker does that ends last, and exchanges gradients along `data`."""
-    best = policy
+    best, workload = policy, step.workload
     if not policy.is_settled:
         choices = _choices(policy, data_axis, workload.gradient_bytes)
         best = min(choices, key=lambda choice: simulate(workload, data_axis, choice).step_s)
@@ -174,6 +174,9 @@ def _predict_workload(
         single_worker_batch=training.batch(1),
         single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
         total_samples=training.total_samples,
+        activations_s=step.activations_s,
+        bubble_s=step.bubble_s,
+        sharding_s=step.sharding_s,
     )
 
 
@@ -208,6 +211,7 @@ def predict_mesh(
             there are too few micro-batches for a pipeline.
 
     >>> from allstep.plan.cluster_files import read_cluster
+    >>> from allstep.plan.workload import Workload
     >>> micro = Workload.from_step(num_params=380_000_000, step_s=1.0, num_samples=4)
     >>> blocks = TransformerSpec(depth=24, width=1024, heads=16, sequence_length=1024)
     >>> training = TrainingSpec(micro=micro, global_batch=128)
@@ -222,13 +226,7 @@ def predict_mesh(
     data_axis = mesh.data_axis(cluster)
     step = _copy_step(training, transformer, cluster, mesh, stages_per_worker)
     exchanging = data_axis if mesh.shard == 1 else cluster.of(1)
-    found = _predict_workload(training, step.workload, exchanging, policy, mesh)
-    return replace(
-        found,
-        activations_s=step.activations_s,
-        bubble_s=step.bubble_s,
-        sharding_s=step.sharding_s,
-    )
+    return _predict_step(training, step, exchanging, policy, mesh)
 
 
 def _copy_step(
