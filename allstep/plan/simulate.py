@@ -14,7 +14,7 @@ The first rounds fill the pipeline; what is reported is the mean over the later 
 differ, these drew a little more or less compute than there is in the long run, which is taken off.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,9 +157,11 @@ class _Simulation:
     def __init__(
         self, workload: Workload, cluster: Cluster, policy: PolicySpec, stragglers: Stragglers
     ) -> None:
+        if cluster.num_workers == 1:  # waits for nobody, and has no use for buckets
+            stragglers = NO_STRAGGLERS  # in the long run it takes its mean
+            cluster = replace(cluster, bucketing_s_per_byte=0.0, gradient_s=0.0)
         self.workload, self.cluster, self.policy = workload, cluster, policy
-        # A single worker waits for nobody: in the long run it takes its mean.
-        self.stragglers = stragglers if cluster.num_workers > 1 else NO_STRAGGLERS
+        self.stragglers = stragglers
         sizes = _bucket_sizes(workload, policy)
         self.buckets = workload.buckets(sizes)
         cost_of = {size: self.exchange_cost(size) for size in {*sizes}}
@@ -198,15 +200,13 @@ class _Simulation:
 
     def take_up_s(self, sizes: list[int]) -> list[float]:
         """Seconds of the backward pass that it takes to fill each bucket."""
-        if self.cluster.num_workers == 1:
-            return [0.0] * len(sizes)
         per_element_s = self.workload.element_bytes * self.cluster.bucketing_s_per_byte
         each_s = self.cluster.gradient_s * len(self.workload.gradients) / self.workload.num_params
         return [(per_element_s + each_s) * size for size in sizes]
 
     def landing_s(self, num_elements: int) -> float:
         """Seconds to copy the means of a bucket to where the gradients are."""
-        if self.cluster.num_workers == 1 or not self.policy.copies_back:
+        if not self.policy.copies_back:
             return 0.0
         return self.workload.element_bytes * self.cluster.bucketing_s_per_byte * num_elements
 
@@ -289,8 +289,6 @@ class _Simulation:
         """
         num_bytes = _element_bytes(self.workload, self.policy) * self.workload.num_params
         copy_s = self.cluster.bucketing_s_per_byte * num_bytes
-        if self.cluster.num_workers == 1:
-            copy_s = 0.0
         compression, algorithm = self.policy.compression, self.policy.algorithm
         is_shared = algorithm == "shared_memory" and self.cluster.num_nodes == 1
         is_measured = self.cluster.measured(compression, algorithm) is not None
