@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from allstep.errors import UsageError, check_choice, check_not_negative
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
@@ -66,9 +68,7 @@ class MeasuredCollective:
             (n0, n1), (s0, s1) = sizes[-2:], seconds[-2:]
             each_s = min((s1 - s0) / (n1 - n0), s1 / n1)
             return s1 + each_s * (num_elements - n1)
-        last = max(1, next(i for i, n in enumerate(sizes) if num_elements <= n))
-        n0, n1, s0, s1 = sizes[last - 1], sizes[last], seconds[last - 1], seconds[last]
-        return s0 + (s1 - s0) * (num_elements - n0) / (n1 - n0)
+        return float(np.interp(num_elements, sizes, seconds))
 
     @property
     def _extended(self) -> tuple[Sequence[int], Sequence[float]]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
+
 from allstep.errors import (
     UsageError,
     check_integer,
@@ -147,8 +149,9 @@ class Workload:
         Backward seconds beyond the last bucket's readiness are added to the last one.
         """
         assert sum(sizes) == self.num_params
-        ends = itertools.accumulate(sizes)
-        shares = [0.0, *(_interpolate(end / self.num_params, self.ready) for end in ends)]
+        ends = [end / self.num_params for end in itertools.accumulate(sizes)]
+        of_gradient, of_seconds = zip(*self.ready, strict=True)
+        shares = [0.0, *np.interp(ends, of_gradient, of_seconds).tolist()]
         shares[-1] = 1.0
         spans = (self.backward_s * (late - early) for early, late in itertools.pairwise(shares))
         return tuple(itertools.starmap(Bucket, zip(sizes, spans, strict=True)))
@@ -216,13 +219,6 @@ class TrainingSpec:
             forward_s=earlier_s + micro.forward_s,
             num_samples=most * micro.num_samples,
         )
-
-
-def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
 
 
 def _check_ready(ready: tuple[tuple[float, float], ...]) -> None:
