@@ -60,19 +60,6 @@ def split(
     return _unpacked(comm.scatter_object(parts, root=root))
 
 
-class _Samples(Dataset[Any]):
-    """Samples in memory."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
-
-
 def _packed(dataset: Dataset[Any], indices: NDArray[np.int64]) -> dict[str, Any]:
     """Samples as plain data; those of a TensorDataset as whole tensors."""
     if type(dataset) is TensorDataset:
@@ -84,7 +71,8 @@ def _packed(dataset: Dataset[Any], indices: NDArray[np.int64]) -> dict[str, Any]
 def _unpacked(packed: dict[str, Any]) -> Dataset[Any]:
     if "tensors" in packed:
         return TensorDataset(*packed["tensors"])
-    return _Samples(packed["samples"])
+    samples = packed["samples"]
+    return Subset(samples, range(len(samples)))
 
 
 def _length(dataset: Dataset[Any] | None) -> int | None:
