@@ -88,7 +88,7 @@ class LoaderProcesses:
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 multiprocessing_context=self.multiprocessing_context,
-                worker_init_fn=_Start(self.worker_init_fn),
+                worker_init_fn=partial(_start, self.worker_init_fn),
                 # DataLoader draws from it; not from the global random state.
                 generator=torch.Generator().manual_seed(derive_seed(seed)),
             )
@@ -172,25 +172,20 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-class _Start:
+def _start(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
     """Runs first in each loader process.
 
     Launchers send SIGINT and SIGTERM to whole process groups. The training process decides
     what they mean; its loaders go on until it closes them or is gone. They must not outlive it:
     a forked one holds copies of its sockets, from which peers learn that it is gone.
     """
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        gc.freeze()
-        gc.enable()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker_id)
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 def _end_with_parent() -> None:
