@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import allstep
@@ -13,6 +12,7 @@ from allstep.recipes.bert_data import SPECIAL, SegmentPairs, encode, learn_vocab
 from allstep.recipes.bert_model import BertConfig, BertForPreTraining
 from allstep.recipes.text import log_frequencies
 from allstep.recipes.texts import TokenRecipe
+from allstep.recipes.token_loss import summed_cross_entropy
 
 Size = Literal["tiny", "mini", "small", "base", "large"]
 
@@ -149,8 +149,8 @@ class PreTraining:
         """The sum over a micro-batch of `SegmentPairs`, nats, and the number of hidden tokens."""
         tokens, segments, positions, targets, is_random = batch
         scores, relations = model(tokens, segments, positions)
-        masked = _sum_of_losses(scores.flatten(0, 1), targets.flatten())
-        total = masked + targets.shape[1] * _sum_of_losses(relations, is_random)
+        masked = summed_cross_entropy(scores.flatten(0, 1), targets.flatten())
+        total = masked + targets.shape[1] * summed_cross_entropy(relations, is_random)
         return total, float(_counts(targets).sum())
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
@@ -166,19 +166,13 @@ class PreTraining:
         num_tokens, num_pairs = len(targets), len(is_random)
         unigram = self.unigram_log_probs.to(targets.device)[targets]
         return {
-            "loss": (_sum_of_losses(scores, targets), num_tokens),
+            "loss": (summed_cross_entropy(scores, targets), num_tokens),
             "unigram": (-unigram.sum(), num_tokens),
             "accuracy": ((scores.argmax(1) == targets).sum(), num_tokens),
-            "pair_loss": (_sum_of_losses(relations, is_random), num_pairs),
+            "pair_loss": (summed_cross_entropy(relations, is_random), num_pairs),
             "pair_accuracy": ((relations.argmax(1) == is_random).sum(), num_pairs),
         }
 
 
 def _counts(targets: Tensor) -> Tensor:
     return targets != allstep.data.text_folder.PADDING
-
-
-def _sum_of_losses(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        scores, targets, ignore_index=allstep.data.text_folder.PADDING, reduction="sum"
-    )
