@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from allstep.recipes.transformer import at_positions, initialize_small
+
 PADDING_TOKEN = 0
 
 
@@ -53,7 +55,7 @@ class BertForPreTraining(nn.Module):
         self.config = config
         self.bert = BertModel(config)
         self.cls = _Heads(config)
-        self.apply(_initialise)
+        self.apply(initialize_small)  # as published
 
     def forward(
         self, tokens: Tensor, segments: Tensor, positions: Tensor | None = None
@@ -70,8 +72,7 @@ class BertForPreTraining(nn.Module):
             or is a random one.
         """
         hidden, pooled = self.bert(tokens, segments)
-        if positions is not None:
-            hidden = hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[2]))
+        hidden = at_positions(hidden, positions)
         embeddings = self.bert.embeddings.word_embeddings.weight
         scores = F.linear(
             self.cls.predictions.transform(hidden), embeddings, self.cls.predictions.bias
@@ -96,7 +97,7 @@ class BertForSequenceClassification(nn.Module):
         self.bert = BertModel(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, num_classes)
-        self.apply(_initialise)
+        self.apply(initialize_small)  # as published
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, class] of int64 [batch, token], all in the first segment; 0 is padding."""
@@ -249,11 +250,3 @@ class _Transform(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.LayerNorm(F.gelu(self.dense(x)))
         return y
-
-
-def _initialise(module: nn.Module) -> None:
-    """Small normal weights, as published; no biases."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)

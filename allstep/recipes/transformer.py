@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         """Small normal weights; smaller where they add to the residual path."""
         nn.init.normal_(self.position_embedding, std=0.02)
         for module in _outside_experts(self):
-            _initialize_small(module)
+            initialize_small(module)
         for block in self.blocks:
             assert isinstance(block, _Block)
             _initialize_block(block, depth)
@@ -145,7 +145,7 @@ class TransformerStage(nn.Module):
         self.norm = nn.LayerNorm(width) if is_last else None
         self.logits = nn.Linear(width, config.vocab_size, bias=False) if is_last else None
         for module in _outside_experts(self):
-            _initialize_small(module)
+            initialize_small(module)
         _initialize_block(self.block, config.depth)
         self._depth = config.depth
 
@@ -169,7 +169,7 @@ class TransformerStage(nn.Module):
                 own, others = own + others[0], others[1:]
             use = (own,)
         if self.norm is not None and self.logits is not None:
-            x, others = self.logits(self.norm(_at(x, *others))), ()
+            x, others = self.logits(self.norm(at_positions(x, *others))), ()
             use = tuple(part for each in use for part in each)
         return (x, *use, *others) if use or others else x
 
@@ -192,7 +192,7 @@ class _Embedding(nn.Module):
         return x
 
 
-def _at(x: Tensor, positions: Tensor | None = None) -> Tensor:
+def at_positions(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Features of the tokens at positions, [batch, predicted, width]; of all if None."""
     if positions is None:
         return x
@@ -206,7 +206,7 @@ class _Add(nn.Module):
 
 class _TiedLogits(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, positions: Tensor | None = None) -> Tensor:
-        return F.linear(_at(x, positions), weight)
+        return F.linear(at_positions(x, positions), weight)
 
 
 class _Block(nn.Module):
@@ -385,7 +385,7 @@ def _make_mlp(config: TransformerConfig, experts: Experts | None) -> nn.Module:
     def make_expert() -> nn.Module:
         expert = _MLP(width, 4 * width // experts.top_k)
         for module in expert.modules():
-            _initialize_small(module)
+            initialize_small(module)
         _initialize_residual(expert.output, config.depth)
         return expert
 
@@ -410,7 +410,8 @@ def _outside_experts(module: nn.Module) -> Iterator[nn.Module]:
         yield from _outside_experts(child)
 
 
-def _initialize_small(module: nn.Module) -> None:
+def initialize_small(module: nn.Module) -> None:
+    """Small normal weights; no biases."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
