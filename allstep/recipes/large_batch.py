@@ -1,7 +1,7 @@
 """A published large-batch recipe applied to a recipe of this package."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import allstep
 from allstep.recipes.base import Recipe
@@ -31,18 +31,8 @@ def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.
     settings, published = rescaled.settings, rescaled.published
     if published.mixed is not None and settings.second is not None:
         recipe = recipe.with_second_stage(published.mixed, settings.second)
-    applied = replace(
-        recipe,
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        lr_schedule=settings.lr_schedule,
-        warmup_epochs=settings.warmup_epochs,
-        warmup_start=settings.warmup_start,
-        last_statistics=published.last_statistics,
-    )
-    return applied, rescaled
+    values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "second"}
+    return replace(recipe, **values, last_statistics=published.last_statistics), rescaled
 
 
 def describe_changes(rescaled: allstep.optim.Rescaled) -> list[str]:
