@@ -1,7 +1,7 @@
 """The face neuron test: every neuron of every stage, and what it is to be compared with."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import allstep
-from allstep import Communicator
+from allstep.files import from_plain
 from allstep.recipes.cots_data import draw_patches
 from allstep.recipes.cots_neurons import Responses, Score, score
 from allstep.recipes.cots_pictures import PictureFormat
@@ -84,7 +84,9 @@ class FaceTest:
             net: this worker's neurons, [num, maps, height, width], from its part of pictures.
         """
         halves = [self._responses(half, net, own_part=True) for half in self.halves]
-        return self._best_of_workers(name, *halves)
+        own = asdict(_best(name, *halves))  # each worker knows only its own neurons
+        everyone = [from_plain(Best, best) for best in self.grid.comm.all_gather_object(own)]
+        return _best_of(everyone, sum(best.num_neurons for best in everyone))
 
     def feature(self, name: str, feature: Layer) -> Best:
         """A baseline: numbers [num, num_features] of uint8 squares [num, side, side]."""
@@ -103,17 +105,14 @@ class FaceTest:
     ) -> Best:
         """The best of as many random patches of photographs, as filters; of 8,192 at most."""
         num_templates = min(num_templates, _MOST_TEMPLATES)
-        best: Best | None = None
+        found = []
         for first in range(0, num_templates, _TEMPLATES_AT_ONCE):
             num = min(_TEMPLATES_AT_ONCE, num_templates - first)
             patches = draw_patches(photographs, num, self.form.pixels, generator)
             products = _products_with(self.form.normalised(patches).flatten(1))
             halves = [self._responses(half, products) for half in self.halves]
-            found = _best("random patches", *halves)
-            if best is None or found.score.chosen_auc > best.score.chosen_auc:
-                best = found
-        assert best is not None, "there is at least one template"
-        return Best(best.name, num_templates, best.score, best.shown)
+            found.append(_best("random patches", *halves))
+        return _best_of(found, num_templates)
 
     def shown(self, best: Best) -> tuple[Tensor, Tensor]:
         """The best stimuli of a neuron, [num, side, side], and which of them are faces."""
@@ -139,18 +138,6 @@ class FaceTest:
 
         return Responses(respond(half.faces), respond(half.distractors))
 
-    def _best_of_workers(self, name: str, choose: Responses, report: Responses) -> Best:
-        """Each worker knows only its own neurons; the best of the best is the same on all."""
-        comm: Communicator = self.grid.comm
-        own = _best(name, choose, report)
-        said = {**asdict(own.score), "num": own.num_neurons, "shown": own.shown}
-        everyone = comm.all_gather_object(said)
-        best = max(everyone, key=lambda other: float(other["chosen_auc"]))
-        total = sum(int(other["num"]) for other in everyone)
-        shown = list(best.pop("shown"))
-        best.pop("num")
-        return Best(name, total, Score(**best), shown)
-
 
 def _best(name: str, choose: Responses, report: Responses) -> Best:
     found = score(choose, report)
@@ -158,6 +145,11 @@ def _best(name: str, choose: Responses, report: Responses) -> Best:
     responses = torch.cat([one.faces, one.distractors])[:, 0]
     shown = responses.argsort(descending=True)[:_NUM_SHOWN].tolist()
     return Best(name, choose.faces.shape[1], found, shown)
+
+
+def _best_of(some: Sequence[Best], num_neurons: int) -> Best:
+    """The best of the best of parts of so many neurons."""
+    return replace(max(some, key=lambda best: best.score.chosen_auc), num_neurons=num_neurons)
 
 
 def _products_with(templates: Tensor) -> Layer:
