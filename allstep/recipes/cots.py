@@ -1,8 +1,8 @@
 """The sparse autoencoder of "Deep learning with COTS HPC systems", from a laptop's size up."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from allstep.recipes.cots_net import NETS, WIDER, Size
 from allstep.recipes.cots_pictures import PictureFormat, TrainingPictures
 from allstep.recipes.cots_report import show, table_of_neurons
 from allstep.recipes.cots_training import GreedyTraining
+from allstep.recipes.registry import recipe_to_plain
 
 _UNTRAINED_SEED, _STIMULI_SEED = 500_000, 600_000
 _COUNTS = (
@@ -213,18 +214,13 @@ class Cots(DividedRecipe):
         layout, channels = grid.split((self.pixels, self.pixels)), self.channels
         stages: list[allstep.nn.AutoencoderStage] = []
         for index, shape in enumerate(NETS[self.pixels].stages):
-            depth, *sides = shape.block
+            depth, height, width = shape.block
             depth *= WIDER if self.size == "large" else 1
             stage = allstep.nn.AutoencoderStage(
                 grid,
                 layout,
                 channels,
-                shape.kernel_size,
-                shape.step,
-                (depth, *sides),
-                pool_size=shape.pool_size,
-                pool_stride=shape.pool_stride,
-                norm_size=shape.norm_size,
+                **asdict(replace(shape, block=(depth, height, width))),
                 relu=self.nonlinearity == "relu",
                 seed=1000 * seed + index,
                 dtype=self.dtype,
@@ -254,8 +250,7 @@ class Cots(DividedRecipe):
         mesh: "allstep.comm.Mesh[Communicator]",
     ) -> GreedyTraining:
         free = ("data_parallel", "log_every_steps", "checkpoint_every_steps")
-        names = [field.name for field in fields(self) if field.name not in free]
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values = recipe_to_plain(self)["fields"]
         return GreedyTraining(
             stages,
             pictures.draw,
@@ -269,7 +264,7 @@ class Cots(DividedRecipe):
                 "sparsity": self.sparsity,
                 "tied": self.tied,
             },
-            options={n: str(v) if isinstance(v, Path) else v for n, v in values.items()},
+            options={name: value for name, value in values.items() if name not in free},
         )
 
     def _face_test(

@@ -12,7 +12,7 @@ class StageShape:
     """A stage's numbers; see `allstep.nn.AutoencoderStage`."""
 
     kernel_size: int
-    step: int
+    stride: int
     block: tuple[int, int, int]
     pool_size: int
     pool_stride: int
