@@ -220,15 +220,12 @@ class Text(TokenRecipe):
             )
         if not 0 <= self.balance_weight < math.inf:
             raise UsageError(f"`balance_weight` (={self.balance_weight}) must be 0 or more.")
-        needs_whole = {
-            "staleness": self.staleness > 0,
-            "sync_every": self.sync_every is not None,
-        }
-        for name in (name for name, is_set in needs_whole.items() if is_set):
-            raise UsageError(
-                f"`{name}` (={getattr(self, name)!r}) is for models that are whole on every worker,"
-                f" and `experts` (={num_experts}) are divided over them; leave one of them out."
-            )
+        for name in ("staleness", "sync_every"):
+            if value := getattr(self, name):
+                raise UsageError(
+                    f"`{name}` (={value!r}) is for models that are whole on every worker, and"
+                    f" `experts` (={num_experts}) are divided over them; leave one of them out."
+                )
 
     def check_workers(self, num_workers: int) -> None:
         """Refuses experts or copies of the model that don't divide over the workers."""
