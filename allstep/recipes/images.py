@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, TypeVar
 from torch import Tensor, nn
 
 import allstep
-from allstep import Communicator, Task, UsageError
+from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier
 from allstep.recipes.resnet import Depth, resnet
@@ -175,9 +175,7 @@ class _Readable(Classifier):
         )
         return losses / len(labels)
 
-    def metrics(
-        self, model: nn.Module, batch: tuple[Tensor, Tensor]
-    ) -> dict[str, tuple[float | Tensor, float | Tensor]]:
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
         """As the classifier's, of the readable pictures, and how many were not."""
         images, labels = batch
         is_readable = labels != allstep.data.image_folder.UNREADABLE
