@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from allstep.comm import Communicator, Mesh
 from allstep.device import default_device
 from allstep.doctor.script import Attach
-from allstep.doctor.timing import runnable_s, synchronize
+from allstep.doctor.timing import now_s, runnable_s
 from allstep.doctor.workload import TimedStep, num_elements_of
 from allstep.exchange import BackwardPass, Exchange, FunctionHook
 
@@ -144,7 +144,7 @@ class Profiler:
         self._backward.request()
         if not self._is_watched:
             self._is_watched = True
-            self._pass = _Backward(self._now())
+            self._pass = _Backward(now_s(default_device()))
             self._passes.append(self._pass)
             self._ready_s = dict.fromkeys(self._ready_s, 0.0)
         self._pass.num_samples = max(self._pass.num_samples, forward.num_samples)
@@ -160,7 +160,7 @@ class Profiler:
         self._is_watched = False
 
     def _end_pass(self) -> None:
-        self._pass.end_s = self._now()
+        self._pass.end_s = now_s(default_device())
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         owned = (p for group in optimizer.param_groups for p in group["params"])
@@ -176,10 +176,10 @@ class Profiler:
         if len(self.steps) >= self._num_steps or is_hopeless:
             self._on_end()
         self._passes, self._ready_s = [], {}
-        self._core_start_s, self._start_s = runnable_s(), self._now()
+        self._core_start_s, self._start_s = runnable_s(), now_s(default_device())
 
     def _finish_step(self) -> ProfiledStep:
-        end_s, core_s = self._now(), runnable_s() - self._core_start_s
+        end_s, core_s = now_s(default_device()), runnable_s() - self._core_start_s
         last = self._pass
         last.end_s = last.end_s or end_s  # an update within the backward pass
         firsts = [i for i, each in enumerate(self._passes) if each.num_samples] or [0]
@@ -196,10 +196,6 @@ class Profiler:
         )
         timed.core_s = core_s * timed.seconds / (end_s - self._start_s)
         return ProfiledStep(tuple(self._passes[i].num_samples for i in firsts), timed)
-
-    def _now(self) -> float:
-        synchronize(default_device())
-        return perf_counter()
 
 
 def _num_samples(inputs: Any) -> int:

@@ -47,6 +47,12 @@ def synchronize(device: torch.device) -> None:
         current_stream(device).synchronize()
 
 
+def now_s(device: torch.device) -> float:
+    """The time once a GPU has done what it was told."""
+    synchronize(device)
+    return perf_counter()
+
+
 def runnable_s() -> float:
     """Seconds in which this process's threads have used a core, or waited for one, all together.
 

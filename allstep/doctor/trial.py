@@ -7,14 +7,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter, sleep
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
-from allstep.doctor.timing import slowest_s, synchronize
+from allstep.doctor.timing import now_s, slowest_s
 from allstep.doctor.workload import TimedStep, element_bytes_of, make_workload, time_step
 from allstep.exchange import Exchange, ExchangePolicy, attach, make_policy
 from allstep.plan import PolicySpec, Workload
@@ -24,10 +24,8 @@ _NUM_FORWARDS = 10
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-class RunSteps(Protocol):
-    """What `steps_under` yields."""
-
-    def __call__(self, num_steps: int, num_repeats: int = 1, /) -> list[float]: ...
+RunSteps = Callable[..., list[float]]
+"""What `steps_under` yields."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +53,19 @@ def forward_share(training: Training, layers: Sequence[nn.Module]) -> float:
     device = next(training.model.parameters()).device
     seconds, starts_s = [0.0], [0.0]
 
-    def now() -> float:
-        synchronize(device)
-        return perf_counter()
-
     def begin(*_: object) -> None:
-        starts_s[0] = now()
+        starts_s[0] = now_s(device)
 
     def end(*_: object) -> None:
-        seconds[0] += now() - starts_s[0]
+        seconds[0] += now_s(device) - starts_s[0]
 
     hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
     hooks += [layer.register_forward_hook(end) for layer in layers]
     shares = []
     for _ in range(_NUM_FORWARDS + 1):  # the first one loads kernels
-        seconds[0], start_s = 0.0, now()
+        seconds[0], start_s = 0.0, now_s(device)
         training.loss_of(training.model)
-        shares.append(seconds[0] / (now() - start_s))
+        shares.append(seconds[0] / (now_s(device) - start_s))
     for hook in hooks:
         hook.remove()
     return statistics.median(shares[1:])
@@ -206,8 +200,7 @@ def steps_under(
         for _ in range(num_repeats):
             for _ in range(num_steps):
                 step()
-            synchronize(comm.device)
-            ends_s.append(perf_counter())
+            ends_s.append(now_s(comm.device))
         own_s = [(end_s - start_s) / num_steps for start_s, end_s in pairwise(ends_s)]
         return [slowest_s(comm, seconds) for seconds in own_s]
 

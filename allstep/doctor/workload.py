@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from allstep.doctor.timing import runnable_s, synchronize
+from allstep.doctor.timing import now_s, runnable_s
 from allstep.plan import Workload
 
 _NUM_STRETCHES = 5
@@ -51,13 +51,9 @@ def time_step(
     device = next(model.parameters()).device
     timed = TimedStep()
 
-    def now() -> float:
-        synchronize(device)
-        return perf_counter()
-
-    core_start_s, start_s = runnable_s(), now()
+    core_start_s, start_s = runnable_s(), now_s(device)
     loss = loss_of()
-    timed.forward_s, start_s = now() - start_s, now()
+    timed.forward_s, start_s = now_s(device) - start_s, now_s(device)
 
     def note(parameter: Tensor) -> None:
         # On CUDA this is when the host got there, early in the pass.
@@ -69,13 +65,13 @@ def time_step(
         if p.requires_grad
     ]
     loss.backward()  # type: ignore[no-untyped-call]
-    timed.backward_s = now() - start_s
+    timed.backward_s = now_s(device) - start_s
     for hook in hooks:
         hook.remove()
-    start_s = now()
+    start_s = now_s(device)
     update()
     model.zero_grad()
-    timed.optimizer_s = now() - start_s
+    timed.optimizer_s = now_s(device) - start_s
     timed.core_s = runnable_s() - core_start_s
     return timed
 
