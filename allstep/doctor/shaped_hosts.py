@@ -54,19 +54,15 @@ class ShapedHosts:
     def commands(self, command: Sequence[str], variables: Mapping[str, object]) -> list[list[str]]:
         """A command for each host, as rank i of as many, as torchrun would start it."""
         size = len(self._hosts)
-        prefixes = []
+        alike: dict[str, object] = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        alike |= {"GROUP_WORLD_SIZE": size, "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": 29_400}
+        alike |= {"GLOO_SOCKET_IFNAME": "eth0", **variables}
+        lines = []
         for rank, host in enumerate(self._hosts):
-            own: dict[str, object] = {
-                "RANK": rank,
-                "WORLD_SIZE": size,
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": 1,
-            }
-            own |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": size, "MASTER_PORT": 29_400}
-            own |= {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
-            words = [f"{name}={value}" for name, value in {**own, **variables}.items()]
-            prefixes.append(["ip", "netns", "exec", host, "env", *words])
-        return [[*prefix, *command] for prefix in prefixes]
+            own = {"RANK": rank, "GROUP_RANK": rank, **alike}
+            words = [f"{name}={value}" for name, value in own.items()]
+            lines.append(["ip", "netns", "exec", host, "env", *words, *command])
+        return lines
 
     def __enter__(self) -> Self:
         try:
