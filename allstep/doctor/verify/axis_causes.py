@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from allstep.doctor.verify.causes import Cause, Series
+from allstep.doctor.verify.causes import Cause, Series, agree
 from allstep.doctor.verify.compare import Divergence, Quantity, limit_of
 from allstep.doctor.verify.outputs import OutputSum
 from allstep.doctor.verify.record import RunRecord, WorkerRecord
@@ -107,7 +107,7 @@ def _missing_sum(one: RunRecord, other: RunRecord, last_step: int) -> list[Cause
     terms = [_joined(of, names) for of in (first, *others)]
     total, wanted = np.sum(terms, axis=0), _joined(one.first.steps[step].gradients, names)
     for divisor, what in ((1, "sum"), (len(terms), "mean")):
-        if _agree(total / divisor, wanted, limit):
+        if agree(total / divisor, wanted, limit):
             evidence = (
                 f"each worker along {other.shared_axes()} has another gradient of"
                 f" {_names_text(names)} at step {step}, and their {what} is that on {one}"
@@ -131,7 +131,7 @@ def _scaled(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
         for length in lengths
         for known in (length, 1 / length)
     )
-    if not is_length or not _agree(factor * x, y, limit):
+    if not is_length or not agree(factor * x, y, limit):
         return []
     times = f"{factor:.4g} times that on {one}"
     sharers = f"{len(other.sharers)} workers along {other.shared_axes()} share a copy"
@@ -161,7 +161,7 @@ def _repeated_bias(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
         for difference in differences:
             times = float(bias @ difference) / float(bias @ bias) / mine.num_rows
             is_whole = round(times) != 0 and abs(times - round(times)) < _FACTOR_TOLERANCE * limit
-            if is_whole and _agree(times * mine.num_rows * bias, difference, _LEFT * limit):
+            if is_whole and agree(times * mine.num_rows * bias, difference, _LEFT * limit):
                 evidence = (
                     f"at step {step} the output of {_module_text(module)} is too large by"
                     f" {round(times)} times `{name}`"
@@ -250,10 +250,6 @@ def _base(piece: str) -> str:
     ('in_proj_bias', '0.weight')
     """
     return piece.partition("[")[0]
-
-
-def _agree(x: Series, y: Series, limit: float) -> bool:
-    return bool(np.linalg.norm(x - y) <= limit * np.linalg.norm(y))
 
 
 def _names_text(names: Sequence[str]) -> str:

@@ -78,6 +78,11 @@ class Cause:
         return _CURES[self.name]
 
 
+def agree(x: Series, y: Series, limit: float) -> bool:
+    """Whether they differ by no more than rounding, relative to the second."""
+    return bool(np.linalg.norm(x - y) <= limit * np.linalg.norm(y))
+
+
 def peer_causes(run: RunRecord) -> list[Cause]:
     """Whether the workers of one run keep the same parameters, bit for bit; copies do, at least."""
     for step in range(run.num_steps):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from allstep.doctor.verify.causes import Cause, Series, seed_words
+from allstep.doctor.verify.causes import Cause, Series, agree, seed_words
 from allstep.doctor.verify.compare import gradient_difference, limit_of, total_norm
 from allstep.doctor.verify.record import RunRecord, WorkerRecord
 from allstep.doctor.verify.sketch import NUM_PRODUCTS
@@ -123,7 +123,7 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
     squared = float(few @ few)
     factor = float(few @ many) / squared if squared else 0.0
     limit = limit_of(one, other)
-    if not _agree(factor * few, many, limit):
+    if not agree(factor * few, many, limit):
         return []
     factors = () if times == 1 else (times, 1 / times)
     if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in factors):
@@ -141,18 +141,13 @@ def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Caus
     if both is None:
         return []
     few, many = both
-    if not few.any() or not _agree(many, few, limit_of(one, other)):
+    if not few.any() or not agree(many, few, limit_of(one, other)):
         return []
     evidence = (
         f"at step {step} the workers have {' and '.join(map(str, counts))} samples, and the"
         " gradient is the mean of their means; weighed by samples it would be right"
     )
     return [Cause("unequal shards", evidence)]
-
-
-def _agree(x: Series, y: Series, limit: float) -> bool:
-    """Whether they differ by no more than rounding, relative to the second."""
-    return bool(np.linalg.norm(x - y) <= limit * np.linalg.norm(y))
 
 
 def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
@@ -167,7 +162,7 @@ def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]
     limit = limit_of(one, other)
     if rank < len(other.copies) or len(few) < 4 * len(other.copies) or shares.min() < 0:
         return []
-    if not _agree(each @ shares, few, limit):
+    if not agree(each @ shares, few, limit):
         return []
     is_mean = math.isclose(shares.sum(), 1, rel_tol=10 * limit)
     if not is_mean or np.ptp(shares) < _CLEARLY * limit / len(other.copies):
@@ -187,7 +182,7 @@ def _changed(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
         return []
     few, many = both
     limit = limit_of(one, other)
-    if not few.any() or not _agree(many, few, limit):
+    if not few.any() or not agree(many, few, limit):
         return []
     if gradient_difference(one, other, step) < _CLEARLY * limit:
         return []  # of some tensors, whose workers' means may be as far apart
