@@ -143,12 +143,8 @@ def _differences_at(
 ) -> Iterator[tuple[Quantity, dict[str, float]]]:
     """What a step shows, in the order in which it happens."""
     if step == 0:
-        yield (
-            "initial parameters",
-            _tensor_differences(
-                one.first.initial_parameters, other.first.initial_parameters, limit
-            ),
-        )
+        mine, theirs = (run.first.initial_parameters for run in (one, other))
+        yield "initial parameters", _tensor_differences(mine, theirs, limit)
     x, y = one.first.steps[step], other.first.steps[step]
     yield "gradient", _tensor_differences(x.gradients, y.gradients, limit)
     yield "options", _option_differences(x, y)

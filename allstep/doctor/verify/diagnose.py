@@ -84,8 +84,7 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
         rerun: makes both again; raises UsageError if the script fails so.
     """
     nonfinite_at = nonfinite_step(one, other)
-    if nonfinite_at is not None:
-        one, other = one.before(nonfinite_at), other.before(nonfinite_at)
+    one, other = one.before(nonfinite_at), other.before(nonfinite_at)
     divergence = find_divergence(one, other)
     causes = _signatures(one, other, divergence)
     base: list[Factor] = []
@@ -156,9 +155,7 @@ def _made_again(
     except UsageError:
         return None
     nonfinite_at = nonfinite_step(one, other)
-    if nonfinite_at is not None:
-        return one.before(nonfinite_at), other.before(nonfinite_at)
-    return one, other
+    return one.before(nonfinite_at), other.before(nonfinite_at)
 
 
 def _diagnose(one: RunRecord, other: RunRecord, rerun: Rerun, base: Sequence[Factor]) -> Diagnosis:

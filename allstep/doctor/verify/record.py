@@ -135,8 +135,8 @@ class RunRecord:
         """Steps that every worker made."""
         return min(len(worker.steps) for worker in self.workers)
 
-    def before(self, step: int) -> "RunRecord":
-        """The steps before one."""
+    def before(self, step: int | None) -> "RunRecord":
+        """The steps before one; all if None."""
         cut = [replace(worker, steps=worker.steps[:step]) for worker in self.workers]
         return replace(self, workers=cut)
 

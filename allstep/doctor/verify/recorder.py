@@ -102,10 +102,8 @@ class Recorder:
         """Attaches without the factors, and watches the model from then on."""
         self.ablation.prepare(getattr(model, "_orig_mod", model))
         if not self._models:
-            self.record.torch_seeds, self.record.random_states = (
-                [torch.initial_seed()],
-                random_states(),
-            )
+            self.record.torch_seeds = [torch.initial_seed()]
+            self.record.random_states = random_states()
         if stages_of(model) and divided_modules(model):
             raise ScriptRefusedError(
                 "attaches a pipeline whose stages have experts on several workers, which each run"
