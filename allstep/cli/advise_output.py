@@ -215,9 +215,7 @@ def _costs(advice: Advice) -> Table:
 
 def _beside(advice: Advice) -> Table:
     """Measured beside predicted; speed is in samples per second against one worker."""
-    table = _make_table(
-        "workers", "predicted", "measured", "error", "speed", "policy", left=["policy"], gap=1
-    )
+    table = _make_table("workers", "predicted", "measured", "error", "speed", "policy")
     one_worker = advice.one_worker
     for p in (p for p in advice.predictions if p.num_workers > 1 or p is one_worker):
         step_s, measured_s = p.report.step_s, advice.measured_s[p.policy.name, p.num_workers]
@@ -235,15 +233,7 @@ def _beside(advice: Advice) -> Table:
 
 def _to_target(advice: Advice, target: Target) -> Table:
     """What larger batches cost, and what they leave of the speed-up of what may be recommended."""
-    table = _make_table(
-        "workers",
-        "batch",
-        "samples to target",
-        "speed-up to target",
-        "policy",
-        left=["policy"],
-        gap=1,
-    )
+    table = _make_table("workers", "batch", "samples to target", "speed-up to target", "policy")
     for p in advice.worth_showing:
         table.add_row(
             f"{p.num_workers:,}",
