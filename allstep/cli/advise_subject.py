@@ -25,7 +25,6 @@ from allstep.cli.worker import last_lines
 from allstep.comm import Communicator
 from allstep.doctor import (
     NUM_UPDATES,
-    ScriptProfile,
     Training,
     forward_share,
     measure_workload,
@@ -261,7 +260,6 @@ class _Script(GivenBlocks):
             raise UsageError(f"`timeout_s` (={known.timeout_s}) must be above 0.")
         if not path.is_file():
             raise UsageError(f"`script` (={path}) is no file.")
-        self._global_batch, self._timeout_s = known.global_batch, known.timeout_s
         self._path, self._arguments = path, list(arguments)
         self._launch = launch
 
@@ -273,15 +271,12 @@ class _Script(GivenBlocks):
         return _sleeping(job.micro, job.global_batch)
 
     def _job(self) -> TrainingSpec:
-        return self._profile().spec(self._global_batch)
-
-    def _profile(self) -> ScriptProfile:
         """Runs the script for its first steps, as a single worker in a process of its own."""
         script = self._path
         asked = {
             "script": str(script),
             "arguments": self._arguments,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self._known.timeout_s,
         }
         waiting = Console(stderr=True).status(f"{script} on 1 worker, {NUM_UPDATES} steps")
         with tempfile.TemporaryDirectory(prefix="allstep-advise-") as name, waiting:
@@ -294,7 +289,7 @@ class _Script(GivenBlocks):
                     f"`script` (={script}) failed with exit code {code}:"
                     f" {' '.join(last_lines(folder, 0, 1))} Run `python {script}` to see where."
                 )
-            return read_profile(profile_path(folder), script)
+            return read_profile(profile_path(folder), script).spec(self._known.global_batch)
 
 
 def _sleeping(workload: Workload, global_batch: int | None) -> Question:
