@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allstep.cli.probe_machine import is_own_name_loopback
 from allstep.cli.ring_order import best_ring, slowest_bps
+from allstep.env import is_loopback
 
 _SLOW = 3.0  # times slower than the usual is a fault
 _CLOCK_S = 2.0
@@ -90,12 +90,12 @@ def _faults_of_host(
 ) -> list[Finding]:
     needed = descriptors_needed(num_workers)
     shared = _SHARED_BYTES + 4 * model_bytes
-    rate = own["disk_bytes_per_s"]
+    rate, address = own["disk_bytes_per_s"], own["name_address"]
     table = [
         (
             "name is loopback",
-            is_own_name_loopback(own["name_address"]),
-            f"its own name is {own['name_address']}; allstep finds another address by itself",
+            address and is_loopback(address),
+            f"its own name is {address}; allstep finds another address by itself",
             "",
         ),
         (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from allstep.cli.probe_gpus import has_gpus, probe_gpus
-from allstep.env import is_loopback, make_room
+from allstep.env import make_room
 
 _SIDE = 192
 _REPEATS = 7
@@ -55,11 +55,6 @@ def _address_of_own_name() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def is_own_name_loopback(address: str) -> bool:
-    """Whether a host's name leads to itself only; an unknown name does not."""
-    return bool(address) and is_loopback(address)
 
 
 def _soft_limit(kind: int) -> int | None:
