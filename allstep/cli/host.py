@@ -99,12 +99,9 @@ class _Host:
                         break
             finally:
                 self._end()
-            command = self._command
-            if command is None:
-                return 0
-            if self._pump is not None:
+            if self._command is not None and self._pump is not None:
                 self._pump.join(_POLL_S * 50)
-            self._say(ended=command.returncode)
+                self._say(ended=self._command.returncode)
             return 0
 
     def _requests(self) -> Iterator[dict[str, Any]]:
@@ -212,8 +209,7 @@ class _Host:
     def _kill(self) -> None:
         command = self._command
         if command is not None and command.poll() is None:
-            family = [command.pid, *_descendants(command.pid)]
-            for pid in family:
+            for pid in (command.pid, *_descendants(command.pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             command.wait()
