@@ -142,11 +142,10 @@ class HostLink:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for text in self._process.stdout:
-            try:
+            message = None
+            with contextlib.suppress(ValueError):
                 message = json.loads(text)
-            except ValueError:  # what a shell's start-up file prints
-                message = {"line": text.rstrip("\n")}
-            if not isinstance(message, dict):
+            if not isinstance(message, dict):  # what a shell's start-up file prints
                 message = {"line": text.rstrip("\n")}
             if "answer" in message:
                 self._answers.put(message["answer"])
