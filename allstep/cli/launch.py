@@ -24,7 +24,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
@@ -416,11 +415,7 @@ def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
 def signals_noted() -> Iterator[list[int]]:
     """SIGINT and SIGTERM, in the order in which they come; nothing else happens on them."""
     came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    with signals_handled(note):
+    with signals_handled(lambda number, frame: came.append(number)):
         yield came
 
 

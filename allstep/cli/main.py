@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from allstep import __version__
@@ -102,24 +101,13 @@ def _speaks() -> bool:
 def _help() -> str:
     width = max(map(len, _COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: allstep COMMAND ... | --version | --help",
-            "",
-            *lines,
-            "",
-            "For a start: allstep train digits --workers 2",
-        ]
-    )
+    usage = "usage: allstep COMMAND ... | --version | --help"
+    return "\n".join([usage, "", *lines, "", "For a start: allstep train digits --workers 2"])
 
 
 @contextmanager
 def _quiet_signals() -> Iterator[None]:
     """Ends this process without a traceback on Ctrl-C, as long as nobody else listens."""
-    with signals_handled(_leave):
+    with signals_handled(lambda number, frame: os._exit(128 + number)):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a worker starts with them blocked
         yield
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
