@@ -85,16 +85,8 @@ def _launch(
     store: tuple[str, int] | None = None,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
-        function, folder = f"{__name__}:run_script", Path(name)
-        workers = Workers(
-            num_workers,
-            function,
-            folder,
-            script,
-            min_workers=min_workers,
-            joins=joins,
-            store=store,
-        )
+        call = f"{__name__}:run_script", Path(name), script
+        workers = Workers(num_workers, *call, min_workers=min_workers, joins=joins, store=store)
         return launch_workers(workers, run_dir)
 
 
