@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
     best = known.checkpoint == "best"
     recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
     if not best:  # which may be there before the first of the others
-        run_folder.check_has_checkpoint(known.run, argument="run")
+        run_folder.check_has_checkpoint(known.run)
     recipe.check()
     num_workers = num_workers_to_start(known.workers)
     return run_on_workers(num_workers, evaluate_worker, folder=str(known.run), best=best)

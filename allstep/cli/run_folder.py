@@ -56,7 +56,7 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
                 f" `allstep train --resume {run_dir}`, or choose another folder; `--resume auto`"
                 " does whichever fits."
             )
-        _mkdir(run_dir, exist_ok=True)
+        make_folder(run_dir, "run_dir")
         _note_starter(run_dir)
         return run_dir
     stem = usual_folder("runs", recipe_name)
@@ -64,7 +64,7 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
     while True:
         path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
         try:
-            _mkdir(path, exist_ok=False)
+            make_folder(path, "run_dir", exist_ok=False)
         except FileExistsError:
             attempt += 1
         else:
@@ -136,16 +136,22 @@ def first_difference(before: AnyRecipe, recipe: AnyRecipe) -> str:
     return next(f"{name} {old}, not {new}" for name, old, new in values if old != new)
 
 
-def _mkdir(path: Path, *, exist_ok: bool) -> None:
+def make_folder(path: Path, argument: str, *, exist_ok: bool = True) -> None:
+    """Makes a folder that an argument names.
+
+    Raises:
+        FileExistsError: if it is there, unless that is `exist_ok`.
+        UsageError: if it can't be made, or is a file.
+    """
     try:
         path.mkdir(parents=True, exist_ok=exist_ok)
     except FileExistsError:
         if not exist_ok:
             raise
-        raise UsageError(f"`run_dir` (={path}) is a file; give a folder.") from None
+        raise UsageError(f"`{argument}` (={path}) is a file; give a folder.") from None
     except OSError as error:
         raise UsageError(
-            f"`run_dir` (={path}) can't be made ({error.strerror}); choose another folder."
+            f"`{argument}` (={path}) can't be made ({error.strerror}); choose another folder."
         ) from None
 
 
@@ -196,17 +202,17 @@ def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:
     return recipe_from_plain(received[0]), Path(received[1])
 
 
-def check_has_checkpoint(run_dir: Path, *, argument: str) -> None:
+def check_has_checkpoint(run_dir: Path) -> None:
     """Raises UsageError if the run has no checkpoint to look at; says how it gets one."""
     if has_checkpoint(run_dir):
         return
     trainer = trainer_of(run_dir)
     if trainer is not None:
         raise UsageError(
-            f"`{argument}` (={run_dir}) has no checkpoint yet: it is being trained by {trainer}."
+            f"`run` (={run_dir}) has no checkpoint yet: it is being trained by {trainer}."
         )
     raise UsageError(
-        f"`{argument}` (={run_dir}) has no checkpoint: it ended before the first one was written;"
+        f"`run` (={run_dir}) has no checkpoint: it ended before the first one was written;"
         f" train it: `{resume_command(run_dir, 1)}`."
     )
 

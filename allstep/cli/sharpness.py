@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
     run_dir, workers = asked.pop("run"), asked.pop("workers")
     request = Request(**asked)
     recipe = run_folder.data_parallel(run_folder.read_recipe(run_dir, argument="run"))
-    run_folder.check_has_checkpoint(run_dir, argument="run")
+    run_folder.check_has_checkpoint(run_dir)
     check_integer("samples", request.samples, cure="2048 is usual")
     check_sharpness_arguments(request.sigma, request.num_draws, request.max_products)
     recipe.check()

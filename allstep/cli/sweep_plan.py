@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from allstep.cli.run_folder import data_parallel, first_difference
+from allstep.cli.run_folder import data_parallel, first_difference, make_folder
 from allstep.cli.train import read_command_line
 from allstep.cli.trainings import Training, check_folders, write_json
 from allstep.errors import UsageError
@@ -155,12 +155,7 @@ def keep_plan(folder: Path, trainings: Sequence[Training], argument: str) -> Non
     now = {each.name: each.recipe for each in trainings}
     _check_same(folder, now, argument)
     check_folders(trainings)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"`{argument}` (={folder}) can't be made ({error.strerror}); choose another folder."
-        ) from None
+    make_folder(folder, argument)
     if not (folder / _PLAN).exists():
         runs = {name: recipe_to_plain(recipe) for name, recipe in now.items()}
         write_json(folder / _PLAN, {"runs": runs})
