@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Symptom", "read_symptoms", "symptoms_of"]
-
 _PACKAGE = Path(__file__).parents[1]
 _SHORTEST = 6  # characters of a part of a message; fewer are in many
 _PAGES = (_PACKAGE / "troubleshooting.md", _PACKAGE.parent / "docs/guides/troubleshooting.md")

@@ -73,8 +73,7 @@ def find_function(name: str) -> Callable[..., Any]:
 
 def write_call(folder: Path, arguments: Mapping[str, Any], launcher_pid: int | None) -> None:
     """Leaves a function's arguments for the workers."""
-    plain = {"arguments": arguments, "launcher_pid": launcher_pid}
-    write_json(folder / _CALL, plain)
+    write_json(folder / _CALL, {"arguments": arguments, "launcher_pid": launcher_pid})
 
 
 def read_call(folder: Path) -> Call:
