@@ -263,15 +263,14 @@ def _print(
     run_dir: Path, finding: Finding, states: Sequence[WorkerState], exits: Exits | None
 ) -> None:
     console = make_console()
-    console.print(finding.words[:1].upper() + finding.words[1:], markup=False, soft_wrap=True)
-    if finding.cure:
-        console.print(finding.cure, markup=False, soft_wrap=True)
+    lines = [finding.words[:1].upper() + finding.words[1:], finding.cure]
     if any(state.rank == finding.rank and state.stacks for state in states):
-        file = state_folder(run_dir) / f"rank-{finding.rank}.txt"
-        console.print(f"Its stacks: {file}", markup=False, soft_wrap=True)
+        lines.append(f"Its stacks: {state_folder(run_dir) / f'rank-{finding.rank}.txt'}")
     if is_over(states) and finding.what != "ended well" and run_folder.can_resume(run_dir):
         command = run_folder.resume_command(run_dir, states[0].size)
-        console.print(f"The run can be continued: {command}", markup=False, soft_wrap=True)
+        lines.append(f"The run can be continued: {command}")
+    for line in filter(None, lines):
+        console.print(line, markup=False, soft_wrap=True)
     table = Table("rank", "host", "process", "end", "last seen in", "at", "memory", box=None)
     left = {state.rank: state for state in states}
     for rank in range(states[0].size):
