@@ -49,14 +49,6 @@ class Compression:
         worked_on = max(self.least_bytes, element_bytes)
         return self.num_passes * worked_on + self.num_code_passes * self.sent_bytes(element_bytes)
 
-    def num_low_rank(self, num_elements: int) -> int:
-        """Elements of both factors if the gradient is one nearly square matrix.
-
-        A model's own matrices are smaller, so that more is sent; shapes aren't known here.
-        """
-        assert self.rank is not None
-        return min(num_elements, 2 * self.rank * math.isqrt(num_elements))
-
 
 # fp32 buckets travel in the gradients' own dtype and are summed where they lie; `exact` reads and
 # writes gradients once before, to round them. fp16 reads gradients and writes codes, and back. int8
@@ -89,7 +81,10 @@ def exchange_parts(
     found, row = COMPRESSIONS[compression], ALGORITHMS[algorithm]
     sent_bytes = found.sent_bytes(element_bytes)
     if found.rank is not None:
-        return 2 * [(row, found.num_low_rank(num_elements) // 2, sent_bytes)]
+        # Of one nearly square matrix; a model's own are smaller, so that more is sent. Shapes
+        # aren't known here.
+        num_of_factor = min(num_elements // 2, found.rank * math.isqrt(num_elements))
+        return 2 * [(row, num_of_factor, sent_bytes)]
     if found.keep is not None:
         return [((AllGather(),), math.ceil(found.keep * num_elements), sent_bytes + 4)]
     if found.block is not None:
