@@ -164,7 +164,12 @@ class _Simulation:
         self.stragglers = stragglers
         sizes = _bucket_sizes(workload, policy)
         self.buckets = workload.buckets(sizes)
-        cost_of = {size: self.exchange_cost(size) for size in {*sizes}}
+        compression, algorithm = policy.compression, policy.algorithm
+        element_bytes, core_share = _element_bytes(workload, policy), workload.core_share
+        cost_of = {
+            size: bucket_cost(compression, algorithm, cluster, size, core_share, element_bytes)
+            for size in {*sizes}
+        }
         self.costs = [cost_of[size] for size in sizes]
         self.take_s = self.take_up_s(sizes)
         self.land_s = [self.landing_s(size) for size in sizes]
@@ -186,17 +191,6 @@ class _Simulation:
         self.drawn_s = 0.0  # compute of the mean worker
         self.busy_s = self.exposed_s = self.straggler_s = 0.0
         self.spans: list[Span] = []
-
-    def exchange_cost(self, num_elements: int) -> BucketCost:
-        compression, algorithm = self.policy.compression, self.policy.algorithm
-        return bucket_cost(
-            compression,
-            algorithm,
-            self.cluster,
-            num_elements,
-            self.workload.core_share,
-            _element_bytes(self.workload, self.policy),
-        )
 
     def take_up_s(self, sizes: list[int]) -> list[float]:
         """Seconds of the backward pass that it takes to fill each bucket."""
