@@ -14,7 +14,8 @@ time, and half of a pair's time is a bucket's: by itself, a small one may take l
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter, sleep
+from time import sleep
+from timeit import repeat, timeit
 
 import torch
 
@@ -198,9 +199,7 @@ def measure_burst_s(comm: Communicator, timed: MeasuredCollective, effort: Effor
     for _ in range(_NUM_PAUSES):
         comm.barrier()
         sleep(effort.pause_s)
-        start_s = perf_counter()
-        bucket.run()
-        paused_s.append(perf_counter() - start_s)
+        paused_s.append(timeit(bucket.run, number=1))
         busy_s.append(bucket.num_at_once * _seconds_of(comm, bucket, num_runs=2))
     _disconnect(transport, comm)
     return head_start_s(comm, paused_s, busy_s)
@@ -237,9 +236,5 @@ def _seconds_of(comm: Communicator, bucket: BucketExchange, num_runs: int) -> fl
     """
     comm.barrier()
     bucket.run()  # takes the head start of an idle link
-    seconds = []
-    for _ in range(num_runs):
-        start_s = perf_counter()
-        bucket.run()
-        seconds.append((perf_counter() - start_s) / bucket.num_at_once)
-    return mean_s(comm, statistics.median(seconds))
+    run_s = statistics.median(repeat(bucket.run, number=1, repeat=num_runs))
+    return mean_s(comm, run_s / bucket.num_at_once)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from time import perf_counter
+from timeit import timeit
 
 import torch
 
@@ -44,10 +45,7 @@ def measure_contention(
         own = new_stream(comm.device) if has_streams(comm.device) else nullcontext()
         with torch.no_grad(), own:
             exchange()  # takes the head start of an idle link
-            start_s = perf_counter()
-            for _ in range(num_runs):
-                exchange()
-        return perf_counter() - start_s
+            return timeit(exchange, number=num_runs)
 
     product = make_product(comm, _MATRIX)
     comm.barrier()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
+from timeit import timeit
 
 import torch
 
@@ -82,8 +83,5 @@ def measure_copy_s_per_byte(comm: Communicator, effort: Effort = USUAL_EFFORT) -
     rounds = []
     for _ in range(_NUM_COPY_ROUNDS):
         comm.barrier()
-        start_s = perf_counter()
-        for _ in range(num_copies):
-            copy()
-        rounds.append(slowest_s(comm, perf_counter() - start_s))
+        rounds.append(slowest_s(comm, timeit(copy, number=num_copies)))
     return median(rounds) / num_copies / effort.copy_bytes

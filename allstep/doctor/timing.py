@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
+from timeit import timeit
 
 import torch
 
@@ -83,7 +84,5 @@ def mean_s(comm: Communicator, seconds: float) -> float:
 
 def agreed_repeats(comm: Communicator, work: Callable[[], object], seconds: float) -> int:
     """How often all workers should do something for it to take about so long. Collective."""
-    start_s = perf_counter()
-    work()
-    once_s = slowest_s(comm, perf_counter() - start_s)
+    once_s = slowest_s(comm, timeit(work, number=1))
     return min(_MOST_REPEATS, max(1, round(seconds / once_s)))

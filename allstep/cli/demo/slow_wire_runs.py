@@ -1,7 +1,6 @@
 """The steps of the slow-wire panel, as each of the two workers runs them."""
 
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -115,7 +114,7 @@ def _make_batch(comm: Communicator) -> Tensor:
     for _ in range(3):
         x = torch.randn(trial, _WIDTH)
         trainer = _Trainer("alone", comm, x, hooks_ddp=False)
-        own_s = min(_seconds_of(trainer.step) for _ in range(4))
+        own_s = min(timeit.repeat(trainer.step, number=1, repeat=4))
         trial = max(1, round(trial * _COMPUTE_S / slowest_s(comm, own_s)))
     return torch.randn(trial, _WIDTH)
 
@@ -123,15 +122,6 @@ def _make_batch(comm: Communicator) -> Tensor:
 def _time_steps(trainer: _Trainer, comm: Communicator) -> float:
     comm.barrier()
     trainer.step()  # with staleness there is something under way then
-    start_s = time.perf_counter()
-    for _ in range(_NUM_STEPS):
-        trainer.step()
-    own_s = (time.perf_counter() - start_s) / _NUM_STEPS
+    own_s = timeit.timeit(trainer.step, number=_NUM_STEPS) / _NUM_STEPS
     trainer.drain()
     return slowest_s(comm, own_s)
-
-
-def _seconds_of(work: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
