@@ -171,8 +171,11 @@ class _Simulation:
             for size in {*sizes}
         }
         self.costs = [cost_of[size] for size in sizes]
-        self.take_s = self.take_up_s(sizes)
-        self.land_s = [self.landing_s(size) for size in sizes]
+        # Seconds of compute to fill each bucket, and to copy means to where the gradients are.
+        copy_s = workload.element_bytes * cluster.bucketing_s_per_byte
+        each_s = cluster.gradient_s * len(workload.gradients) / workload.num_params
+        self.take_s = [(copy_s + each_s) * size for size in sizes]
+        self.land_s = [policy.copies_back * copy_s * size for size in sizes]
         self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.land_s)
         self.wire = Activity()
         # Equal workers are all at the same point: one clock stands for them.
@@ -191,18 +194,6 @@ class _Simulation:
         self.drawn_s = 0.0  # compute of the mean worker
         self.busy_s = self.exposed_s = self.straggler_s = 0.0
         self.spans: list[Span] = []
-
-    def take_up_s(self, sizes: list[int]) -> list[float]:
-        """Seconds of the backward pass that it takes to fill each bucket."""
-        per_element_s = self.workload.element_bytes * self.cluster.bucketing_s_per_byte
-        each_s = self.cluster.gradient_s * len(self.workload.gradients) / self.workload.num_params
-        return [(per_element_s + each_s) * size for size in sizes]
-
-    def landing_s(self, num_elements: int) -> float:
-        """Seconds to copy the means of a bucket to where the gradients are."""
-        if not self.policy.copies_back:
-            return 0.0
-        return self.workload.element_bytes * self.cluster.bucketing_s_per_byte * num_elements
 
     def fill_pipeline(self) -> None:
         """Runs the first rounds; a wire that can't keep up is late from the beginning.
