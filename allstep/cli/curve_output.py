@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from allstep.cli.output_files import can_draw, new_figure
+from allstep.cli.output_files import can_draw, new_figure, writing_errors
 from allstep.cli.rows import make_console, make_table
 from allstep.plan import HeldOutErrors, Interval, LearningCurve, fit_learning_curve
 from allstep.recipes import Recipe, recipe_to_plain
@@ -162,7 +162,11 @@ def _by_amount(measured: Sequence[HeldOutErrors]) -> Mapping[int, list[float]]:
 
 
 def draw(curve: Curve, path: Path) -> list[str]:
-    """Writes the picture, if there is something to draw with; returns the files' names."""
+    """Writes the picture, if there is something to draw with; returns the files' names.
+
+    Raises:
+        UsageError: if it can't be written.
+    """
     if not can_draw():
         return []
     figure = new_figure()
@@ -193,5 +197,6 @@ def draw(curve: Curve, path: Path) -> list[str]:
     axes.set(xlabel="training samples", ylabel="held-out error (%)", title=curve.recipe.name)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    with writing_errors(str(path)):
+        figure.savefig(path, dpi=120)
     return [path.name]

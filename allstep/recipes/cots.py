@@ -133,7 +133,8 @@ class Cots(DividedRecipe):
             raise UsageError(f"`sparsity` (={self.sparsity}) must be 0 or more.")
 
     def data_paths(self) -> list[Path]:
-        return [self.folder] if self.photos == "folder" else []
+        folder = self.folder if self.photos == "folder" else None
+        return [path for path in (folder, self.faces) if path is not None]
 
     def check(self) -> None:
         """Looks for photographs and faces."""

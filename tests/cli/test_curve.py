@@ -84,6 +84,18 @@ def test_a_law_is_found_and_the_whole_is_predicted(capsys: pytest.CaptureFixture
     assert Path("c/curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_picture_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    law = Law(0.05)
+
+    def train(*arguments: Any) -> Any:
+        Path("c/curve.png").mkdir()
+        return law(*arguments)
+
+    assert main(LINE, train=train) == 2
+    assert "error: c/curve.png can't be written (Is a directory)" in capsys.readouterr().err
+    assert json.loads(Path("c/curve.json").read_text())["predicted"]
+
+
 def test_the_prediction_is_said_and_written_before_the_whole_is_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

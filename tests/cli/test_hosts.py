@@ -270,6 +270,7 @@ def test_hosts_need_only_what_a_training_reads() -> None:
     assert read_command_line("cots")[1].data_paths() == []
     given = read_command_line("cots", "--photos", "folder", "--folder", "p")[1].data_paths()
     assert given == [Path("p")]
+    assert read_command_line("cots", "--faces", "f.vec")[1].data_paths() == [Path("f.vec")]
     assert read_command_line("images", "--folder", "p")[1].data_paths() == [Path("p")]
 
 
