@@ -19,10 +19,9 @@ def test_few_seeds() -> None:
         check_training(seed)
 
 
-@pytest.mark.parametrize("seed", [3590, 3835])
-def test_worker_that_let_others_in_is_lost(seed: int) -> None:
+def test_worker_that_let_others_in_is_lost() -> None:
     """They had no state yet; the next one is at a place where nobody can begin."""
-    check_training(seed)
+    check_training(4870)
 
 
 @pytest.mark.slow
