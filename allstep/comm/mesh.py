@@ -5,6 +5,7 @@ from datetime import timedelta
 from math import prod
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,9 +50,9 @@ class Mesh(Generic[C]):
             if length == comm.size:
                 self._axes[name] = comm  # its connections are there already
                 continue
-            stride = _stride(axes, name)
-            place = self.coordinates[name]
-            axis = split(comm.rank - place * stride, place)
+            first = {**self.coordinates, name: 0}
+            color = np.ravel_multi_index(tuple(first.values()), tuple(self.shape.values()))
+            axis = split(int(color), self.coordinates[name])
             assert axis is not None
             self._axes[name] = axis
         self._device_mesh: DeviceMesh | None = None
@@ -69,7 +70,8 @@ class Mesh(Generic[C]):
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """name -> place on the axis, of the worker of that rank."""
-        return dict(zip(self.shape, _place(rank, self.shape), strict=True))
+        places = np.unravel_index(rank, tuple(self.shape.values()))
+        return dict(zip(self.shape, map(int, places), strict=True))
 
     def device_mesh(self) -> DeviceMesh:
         """The same axes for torch's own engines: `mesh.device_mesh()["model"]`. Collective.
@@ -124,22 +126,3 @@ def _fault(axes: Mapping[str, int], size: int) -> str | None:
         return None
     product = " x ".join(f"{name}={length}" for name, length in axes.items())
     return f"{product} are {prod(axes.values())} workers, and there are {size}; {cure}"
-
-
-def _stride(axes: Mapping[str, int], name: str) -> int:
-    """Ranks from one place on the axis to the next.
-
-    >>> _stride({"data": 2, "model": 3}, "data")
-    3
-    """
-    names = list(axes)
-    return prod(axes[after] for after in names[names.index(name) + 1 :])
-
-
-def _place(rank: int, axes: Mapping[str, int]) -> list[int]:
-    """A rank's place on each axis.
-
-    >>> _place(5, {"data": 2, "model": 3})
-    [1, 2]
-    """
-    return [rank // _stride(axes, name) % length for name, length in axes.items()]
