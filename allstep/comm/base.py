@@ -89,15 +89,14 @@ class CommunicatorBase:
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _check_root(self, root: int) -> None:
-        if not _is_index(root, self.size):
-            raise UsageError(f"`root` (={root!r}) is no rank; choose one of 0 to {self.size - 1}.")
-
-    def _check_peer(self, name: str, rank: int, tag: int) -> None:
+    def _check_rank(self, name: str, rank: int) -> None:
         if not _is_index(rank, self.size):
             raise UsageError(
                 f"`{name}` (={rank!r}) is no rank; choose one of 0 to {self.size - 1}."
             )
+
+    def _check_peer(self, name: str, rank: int, tag: int) -> None:
+        self._check_rank(name, rank)
         if rank == self.rank:
             raise UsageError(
                 f"`{name}` (={rank}) is this rank itself; keep the value instead of sending it."

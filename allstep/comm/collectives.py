@@ -93,7 +93,7 @@ class TensorCollectives(CommunicatorBase):
         Returns:
             On the root one entry a rank, on `x`'s device; None elsewhere.
         """
-        self._check_root(root)
+        self._check_rank("root", root)
         if check:
             self._compare("gather", f"to rank {root}", "`root`")
         if self.rank != root:
@@ -124,7 +124,7 @@ class TensorCollectives(CommunicatorBase):
         Returns:
             This rank's entry, on the communicator's device.
         """
-        self._check_root(root)
+        self._check_rank("root", root)
         if check:
             self._compare("scatter", f"from rank {root}", "`root`")
         if self.rank != root:
@@ -158,7 +158,7 @@ class TensorCollectives(CommunicatorBase):
             DisagreementError: if a given `x` does not fit what the root sent; with `check` on
                 every rank.
         """
-        self._check_root(root)
+        self._check_rank("root", root)
         own = None if x is None else Layout.of(x)
         if self.rank == root and own is None:
             raise UsageError("`x` is None on the root of `broadcast`; pass what it shall send.")

@@ -23,7 +23,7 @@ class ObjectCollectives(CommunicatorBase):
         >>> Communicator.single_process().broadcast_object({"lr": 0.1})
         {'lr': 0.1}
         """
-        self._check_root(root)
+        self._check_rank("root", root)
         body = encode(obj) if self.rank == root else None
         return decode(self.messages.broadcast(body, root, "broadcast_object"))
 
@@ -33,7 +33,7 @@ class ObjectCollectives(CommunicatorBase):
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Every rank's object, on the root: a list with one entry a rank; None elsewhere."""
-        self._check_root(root)
+        self._check_rank("root", root)
         body = encode(obj)
         if self.rank != root:
             self.messages.send(body, root, PRIVATE_TAG, "gather_object").wait()
@@ -45,7 +45,7 @@ class ObjectCollectives(CommunicatorBase):
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
         """This rank's entry of the root's `objs`, which has `size` of them."""
-        self._check_root(root)
+        self._check_rank("root", root)
         if self.rank != root:
             verb = "scatter_object"
             return decode(self.messages.recv(root, PRIVATE_TAG, verb, verb))
