@@ -12,13 +12,13 @@ made the communicator; what other threads do is not looked at.
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from allstep.comm.activity import Activity
-from allstep.comm.work import ThreadWork, Work
+from allstep.comm.work import Work, answer_of_store
 from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
 
 _LOOK_S = 1.0
@@ -120,17 +120,10 @@ class AnnouncedCalls:
     def _write(self, key: str, content: list[Any]) -> None:
         store = self._store
         if store is not None:
-            _tried(lambda: store.set(key, json.dumps(content)))
+            answer_of_store(lambda: store.set(key, json.dumps(content)))
 
     def _read(self, key: str) -> Any:
         store = self._store
         if store is None:
             return None
-        return _tried(lambda: json.loads(store.get(key)) if store.check([key]) else None)
-
-
-def _tried(call: Callable[[], Any]) -> Any:
-    """What a call of a store gives; None if the store does not answer: its server may hang."""
-    with suppress(RuntimeError):
-        return ThreadWork.start(call, "store").wait(_LOOK_S)
-    return None
+        return answer_of_store(lambda: json.loads(store.get(key)) if store.check([key]) else None)

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from allstep.comm.failures import is_timeout
-from allstep.comm.work import ThreadWork
+from allstep.comm.work import answer_of_store
 
 _UNKNOWN_S = 5.0
-_ASK_S = 1.0
 _TAG = (1 << 31) - 1  # nothing is ever sent with it
 
 
@@ -62,14 +61,9 @@ class Connections:
         return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
 
     def _has_left(self, peer: int) -> bool | None:
-        """Whether a peer has left well; None if nobody can say.
-
-        The store's server may be what failed, and asking it may hang: a thread asks.
-        """
+        """Whether a peer has left well; None if nobody can say."""
         store = self._group.get_group_store()
-        with suppress(RuntimeError):
-            return ThreadWork.start(lambda: store.check([_key(peer)]), "a store").wait(_ASK_S)
-        return None
+        return answer_of_store(lambda: store.check([_key(peer)]))
 
     def close(self) -> None:
         """Closes them, so that the group's other ranks fail at once.

@@ -180,6 +180,19 @@ class ThreadWork(Generic[T]):
         return self._future.done()
 
 
+def answer_of_store(call: Callable[[], T]) -> T | None:
+    """What a call of a store gives; None if the store does not answer within a second.
+
+    Its server may be what failed, and asking it may hang: a thread asks.
+
+    Args:
+        call: of the store.
+    """
+    with suppress(RuntimeError):
+        return ThreadWork.start(call, "a store").wait(_LOOK_S)
+    return None
+
+
 class BackendWork:
     """Calls that a process group of torch's works on by itself.
 
