@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -281,8 +282,8 @@ class GroupWire:
             options = self._options(dist.AllreduceOptions)
             options.reduceOp = op
             self._reductions[op] = options
-        starts: list[_Start] = [lambda group: group.allreduce([tensor], options)]
-        return self._post(verb, tensor.device, starts, meets=tensor.device.type == "cpu")
+        start = methodcaller("allreduce", [tensor], options)
+        return self._post(verb, tensor.device, [start], meets=tensor.device.type == "cpu")
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
@@ -294,15 +295,15 @@ class GroupWire:
             joined = torch.cat([part.reshape(-1) for part in parts])
             output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
             flat = output.reshape(-1)
-            starts: list[_Start] = [lambda group: group._reduce_scatter_base(flat, joined, options)]
-            return output, self._post(verb, device, starts, meets=device.type == "cpu")
+            start = methodcaller("_reduce_scatter_base", flat, joined, options)
+            return output, self._post(verb, device, [start], meets=device.type == "cpu")
         own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
         def reduce_to(root: int) -> _Start:
             options = self._options(dist.ReduceOptions)
             options.reduceOp = op
             options.rootRank = root
-            return lambda group: group.reduce([own[root]], options)
+            return methodcaller("reduce", [own[root]], options)
 
         starts = [reduce_to(root) for root in range(self.size)]
         return own[self.rank], self._post(verb, device, starts, meets=device.type == "cpu")
@@ -311,8 +312,7 @@ class GroupWire:
         options = self._options(dist.BroadcastOptions)
         options.rootRank = root
         options.rootTensor = 0
-
-        return [partial(_broadcast, chunk=chunk, options=options) for chunk in self._chunks(buffer)]
+        return [methodcaller("broadcast", [chunk], options) for chunk in self._chunks(buffer)]
 
     def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
         return self._post(verb, buffer.device, self._broadcasts(buffer, root))
@@ -325,7 +325,7 @@ class GroupWire:
         elif len(set(sizes_bytes)) == 1 and output.numel() <= self._chunk_bytes:
             base = buffer.contiguous()
             options = self._options(AllgatherOptions)
-            start: _Start = lambda group: group._allgather_base(output, base, options)  # noqa: E731
+            start = methodcaller("_allgather_base", output, base, options)
             self._post(verb, buffer.device, [start]).wait()
         else:
             pieces[self.rank].copy_(buffer)
@@ -349,15 +349,10 @@ class GroupWire:
         options = self._options(dist.AllToAllOptions)
         joined = torch.cat(list(buffers))
         sent_bytes = [buffer.numel() for buffer in buffers]
-        self._post(
-            verb,
-            device,
-            [
-                lambda group: group.alltoall_base(
-                    output, joined, list(sizes_bytes), sent_bytes, options
-                )
-            ],
-        ).wait()
+        start = methodcaller(
+            "alltoall_base", output, joined, list(sizes_bytes), sent_bytes, options
+        )
+        self._post(verb, device, [start]).wait()
         return pieces
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], verb: str) -> None:
@@ -404,12 +399,10 @@ class GroupWire:
         return self._post(verb, incoming.device, [together] if starts else [])
 
     def _sends(self, buffer: Tensor, dest: int, tag: int) -> list[_Start]:
-        return [partial(_send, chunk=chunk, dest=dest, tag=tag) for chunk in self._chunks(buffer)]
+        return [methodcaller("send", [chunk], dest, tag) for chunk in self._chunks(buffer)]
 
     def _recvs(self, buffer: Tensor, source: int, tag: int) -> list[_Start]:
-        return [
-            partial(_recv, chunk=chunk, source=source, tag=tag) for chunk in self._chunks(buffer)
-        ]
+        return [methodcaller("recv", [chunk], source, tag) for chunk in self._chunks(buffer)]
 
     def _chunks(self, buffer: Tensor) -> list[Tensor]:
         """Pieces that any backend can send; none if there is nothing to send."""
@@ -507,17 +500,3 @@ def _is_watched(*messages: Tensor) -> bool:
 def _watched(*messages: tuple[int, Tensor]) -> list[int]:
     """The peers of those messages whose wait is watched. [Note: missed ends]"""
     return [peer for peer, buffer in messages if _is_watched(buffer)]
-
-
-def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:
-    return group.send([chunk], dest, tag)
-
-
-def _recv(group: dist.ProcessGroup, chunk: Tensor, source: int, tag: int) -> dist.Work:
-    return group.recv([chunk], source, tag)
-
-
-def _broadcast(
-    group: dist.ProcessGroup, chunk: Tensor, options: dist.BroadcastOptions
-) -> dist.Work:
-    return group.broadcast([chunk], options)
