@@ -226,11 +226,7 @@ class GroupWire:
             peers: ranks whose connections are looked at while a wait lasts; None for all. See
                 [Note: missed ends].
         """
-        group = self.group
-        if group is None:
-            raise UsageError(
-                f"`{verb}` was called on a closed communicator; call it before `close()`."
-            )
+        group = self._group_for(verb)
         try:
             works = [start(group) for start in starts]
         except RuntimeError:
@@ -253,6 +249,14 @@ class GroupWire:
                 self._under_way = self._not_ended()
                 self._num_not_ended = len(self._under_way)
         return work
+
+    def _group_for(self, verb: str) -> dist.ProcessGroup:
+        group = self.group  # another thread may close it meanwhile
+        if group is None:
+            raise UsageError(
+                f"`{verb}` was called on a closed communicator; call it before `close()`."
+            )
+        return group
 
     def _check_connections(self, peers: Sequence[int] | None) -> None:
         """Raises Gloo's error if one of these ranks, or of all, is not there any more."""
@@ -413,11 +417,7 @@ class GroupWire:
         return self.timeout_s if buffer.device.type == "cpu" else None
 
     def _store(self) -> Store:
-        if self.group is None:
-            raise UsageError(
-                "`split` was called on a closed communicator; call it before `close()`."
-            )
-        return self.group.get_group_store()
+        return self._group_for("split").get_group_store()
 
     def new_group_id(self) -> int:
         return self._store().add("allstep/split", 1)
