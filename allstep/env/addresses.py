@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -57,25 +58,19 @@ def own_addresses() -> list[tuple[str, str]]:
     """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        room = bytearray(_ENTRY_BYTES * 1024)
-        held = (len(room), _address_of(room))
+        room = array("B", bytes(_ENTRY_BYTES * 1024))
+        held = (len(room), room.buffer_info()[0])
         answer = fcntl.ioctl(probe, _LIST_ADDRESSES, struct.pack("iL", *held))
     num_bytes = struct.unpack("iL", answer)[0]
     for start in range(0, num_bytes, _ENTRY_BYTES):
-        entry = room[start : start + _ENTRY_BYTES]
-        name = bytes(entry[:16]).partition(b"\0")[0].decode().partition(":")[0]
-        found.append((name, socket.inet_ntoa(bytes(entry[20:24]))))
+        entry = bytes(room[start : start + _ENTRY_BYTES])
+        name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
+        found.append((name, socket.inet_ntoa(entry[20:24])))
     with contextlib.suppress(OSError):  # a system without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
             found.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
     return found
-
-
-def _address_of(room: bytearray) -> int:
-    import ctypes
-
-    return ctypes.addressof((ctypes.c_char * len(room)).from_buffer(room))
 
 
 def interface_of(address: str) -> str | None:
