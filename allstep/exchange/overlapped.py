@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.device import has_streams
 from allstep.errors import AllstepError, CheckpointError
 from allstep.exchange.agreement import agree
 from allstep.exchange.bucketing import Bucketing, ready_gradient
@@ -19,7 +20,6 @@ from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
-from allstep.exchange.piggyback import reads_late
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
@@ -57,7 +57,7 @@ class OverlappedExchange(Exchange):
         is_read_late: bool | None = None,
     ) -> None:
         self._scaler = scaler
-        self._is_read_late = reads_late(comm.device) if is_read_late is None else is_read_late
+        self._is_read_late = has_streams(comm.device) if is_read_late is None else is_read_late
         super().__init__(model, comm, policy)
 
     def _begin(self) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from allstep.device import has_streams, is_accelerator
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.state_sweep import checksum
 from allstep.exchange.stragglers import NUM_TIME_DIGITS, WorkerTimes
@@ -168,8 +168,3 @@ def refuse_mixed_weights(notes: Tensor) -> None:
 def times_in(notes: Tensor) -> Tensor:
     """Where each worker's time went, [size, NUM_TIME_DIGITS], for `times_of`."""
     return notes.view(-1, _NUM_NOTE)[:, _TIMES]
-
-
-def reads_late(device: torch.device) -> bool:
-    """Whether the host reads the comparison only when the next exchange starts."""
-    return has_streams(device)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.device import has_streams
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, Stale, Synchronous
 from allstep.exchange.overlapped import OverlappedExchange
-from allstep.exchange.piggyback import reads_late
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
 
@@ -29,8 +29,8 @@ def attached(
 
 
 def test_only_cuda_is_read_late() -> None:
-    assert reads_late(torch.device("cuda", 0))
-    assert not reads_late(torch.device("cpu"))
+    assert has_streams(torch.device("cuda", 0))
+    assert not has_streams(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
