@@ -139,14 +139,12 @@ def total_of(digits: Tensor) -> Tensor:
     return total
 
 
-def mixed_message(has_means: Sequence[bool], has_sums: Sequence[bool]) -> str | None:
-    """Why the workers' losses can't be added up, if they can't.
+def mixed_message(has_means: Sequence[bool], has_sums: Sequence[bool]) -> str:
+    """Why the workers' losses can't be added up.
 
     Args:
         has_means, has_sums: of each worker.
     """
-    if not (any(has_means) and any(has_sums)):
-        return None
     with_weight = [str(rank) for rank, has in enumerate(has_sums) if has]
     without = [str(rank) for rank, has in enumerate(has_means) if has]
     return (
