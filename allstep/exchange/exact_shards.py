@@ -71,10 +71,6 @@ class ExactShards:
         """It is over, or has failed; gradients that follow are FSDP2's."""
         self._is_open = False
 
-    def begin_micro_batch(self) -> None:
-        """The backward passes that follow are of another micro-batch."""
-        self.sums.begin_micro_batch(self.off_grid)
-
     def round(self, name: str, whole: nn.Parameter, new: Tensor | None) -> Tensor | None:
         """What is to be added to the gradient of a gathered parameter.
 

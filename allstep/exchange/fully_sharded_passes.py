@@ -149,7 +149,7 @@ class CollectivePasses:
 
     def _begin_pass(self) -> None:
         if self._exact is not None:
-            self._exact.begin_micro_batch()
+            self._exact.sums.begin_micro_batch(self._exact.off_grid)
 
     def _end_micro_batch(self) -> None:
         if self._is_noting:
