@@ -252,7 +252,7 @@ class ExactSums:
                 f"The checkpoint's workers computed with {saved} threads each, these do with {own}:"
                 " their products have other last bits, so that the run will not be the same to the"
                 f" last bit. Call `torch.set_num_threads({saved})` before the first step.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

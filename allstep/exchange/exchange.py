@@ -181,6 +181,10 @@ class Exchange(ABC):
         return {}
 
     @property
+    def _num_completed(self) -> int:
+        return 0 if self._exact_sums is None else self._exact_sums.num_completed
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether FSDP2 has sharded the model, so that its passes are collective."""
         return False
@@ -565,10 +569,12 @@ class Exchange(ABC):
         """
         self._refuse_detached("state_dict")
         self._follow_changes()
+        exact = self._exact_sums
         return {
             "policy": self.policy.state_dict(),
             "num_exchanges": self.num_exchanges,
             "averaging": None,
+            **({} if exact is None else exact.gather_state(self._divided, self.comm)),
         }
 
     def replicated_state(self) -> dict[str, Any]:
@@ -582,6 +588,7 @@ class Exchange(ABC):
             "num_exchanges": self.num_exchanges,
             "averaging": None,
             "statistics": self.statistics.state_dict(),
+            **({} if self._exact_sums is None else self._exact_sums.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -595,6 +602,8 @@ class Exchange(ABC):
         self._follow_changes()
         self.policy.check_state_dict(state.get("policy", {}))
         self.num_exchanges = state["num_exchanges"]
+        if self._exact_sums is not None:
+            self._exact_sums.load_state_dict(state, dict(self.model.named_parameters()))
         if "statistics" in state:
             self.statistics.load_state_dict(state["statistics"])
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +14,6 @@ from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.fully_sharded_passes import CollectivePasses
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.plain import PlainExchange
-from allstep.exchange.policy import ExchangeStats
 
 
 class FullyShardedExchange(PlainExchange):
@@ -41,20 +38,6 @@ class FullyShardedExchange(PlainExchange):
     @property
     def _is_active(self) -> bool:
         return super()._is_active or self.is_exact
-
-    def stats(self) -> ExchangeStats:
-        num_completed = 0 if self._exact is None else self._exact.sums.num_completed
-        return replace(super().stats(), num_completed=num_completed)
-
-    def state_dict(self) -> dict[str, Any]:
-        state, exact = super().state_dict(), self._exact_sums
-        return state if exact is None else {**state, **exact.gather_state(self._divided, self.comm)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._exact is not None:
-            own = {**self._parameters.fully_sharded, **self._not_sharded}
-            self._exact.sums.load_state_dict(state, own)
 
     @property
     def is_fully_sharded(self) -> bool:

@@ -101,7 +101,7 @@ class OverlappedExchange(Exchange):
             reducer.sent_bytes,
             reducer.busy_s,
             self._in_flight.exposed_s,
-            0 if self._exact_sums is None else self._exact_sums.num_completed,
+            self._num_completed,
         )
 
     def synchronize(self) -> None:
@@ -120,7 +120,7 @@ class OverlappedExchange(Exchange):
         common = super().state_dict()
         self._comparison.raise_if_bad()
         self._wait_for_all()
-        in_flight, exact = list(self._in_flight), self._exact_sums
+        in_flight = list(self._in_flight)
         for buckets in in_flight:
             self._complete(buckets)
         return {
@@ -129,21 +129,14 @@ class OverlappedExchange(Exchange):
             **self._bucketing.state_dict(),
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
-            **({} if exact is None else exact.gather_state(self._divided, self.comm)),
             "in_flight": [
                 buckets.state_dict(self.trained, self._divisor(buckets)) for buckets in in_flight
             ],
         }
 
-    def replicated_state(self) -> dict[str, Any]:
-        own = {} if self._exact_sums is None else self._exact_sums.state_dict()
-        return {**super().replicated_state(), **own}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
-        if self._exact_sums is not None:
-            self._exact_sums.load_state_dict(state, dict(self.model.named_parameters()))
         if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
         names = {name for bucket in state["buckets"] for name in bucket}

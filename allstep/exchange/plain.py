@@ -31,9 +31,8 @@ class PlainExchange(Exchange):
     _exchange_s = 0.0
 
     def stats(self) -> ExchangeStats:
-        return ExchangeStats(
-            self.num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
-        )
+        seconds, completed = self._exchange_s, self._num_completed
+        return ExchangeStats(self.num_exchanges, self._sent_bytes, seconds, seconds, completed)
 
     def _reduce(self) -> Mapping[str, nn.Parameter]:
         start_s = perf_counter()
