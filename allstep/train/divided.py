@@ -20,8 +20,8 @@ from allstep.comm import (
 )
 from allstep.errors import UsageError
 from allstep.torch_classes import bounds_of, is_dtensor, local_part
-from allstep.train.devices import map_tensors
-from allstep.train.dtensors import cut_dtensors, cut_dtensors_of_optimizer
+from allstep.train.devices import map_held, map_tensors
+from allstep.train.dtensors import cut_dtensor, cut_dtensors
 from allstep.train.fitting import check_groups, check_model_state
 from allstep.train.shards import (
     Part,
@@ -168,7 +168,7 @@ def local_optimizer(
     """
     owned = _owned_parts(model)
     if owned is None:
-        return cut_dtensors_of_optimizer(optimizer, optimizer_state)
+        return map_held(optimizer, optimizer_state, cut_dtensor)
     groups = _whole_names(model, optimizer, owned)
     saved_groups = optimizer_state["param_groups"]
     check_groups([len(names) for names in groups], optimizer_state)
@@ -187,7 +187,7 @@ def local_optimizer(
         param_groups.append(group)
     state = {key: value for key, value in optimizer_state["state"].items() if key not in others}
     own_state = {**optimizer_state, "state": state, "param_groups": param_groups}
-    return cut_dtensors_of_optimizer(optimizer, cut_optimizer(model, optimizer, own_state))
+    return map_held(optimizer, cut_optimizer(model, optimizer, own_state), cut_dtensor)
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

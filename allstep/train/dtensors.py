@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Window
 from allstep.torch_classes import bounds_of, is_dtensor
-from allstep.train.devices import map_held, map_tensors
+from allstep.train.devices import map_tensors
 from allstep.train.packing import tensors_in
 
 if TYPE_CHECKING:
@@ -49,25 +48,15 @@ def cut_dtensors(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]
         tensors: name in the model's state dict -> whole tensor; what doesn't fit is left.
     """
     like = {name: x for name, x in model.state_dict().items() if is_dtensor(x)}
-    return {name: _cut(x, like[name]) if name in like else x for name, x in tensors.items()}
+    return {name: cut_dtensor(x, like[name]) if name in like else x for name, x in tensors.items()}
 
 
 def lay_out(model_state: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
     """What `cut_dtensors` gave, as DTensors like those of the model's state dict."""
-    return {name: _laid_out(x, model_state.get(name)) for name, x in parts.items()}
+    return {name: laid_out(x, model_state.get(name)) for name, x in parts.items()}
 
 
-def cut_dtensors_of_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for what an optimizer has of each parameter."""
-    return map_held(optimizer, state, _cut)
-
-
-def lay_out_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `cut_dtensors_of_optimizer` gave, as DTensors like the parameters."""
-    return map_held(optimizer, state, _laid_out)
-
-
-def _cut(value: Any, like: Any) -> Any:
+def cut_dtensor(value: Any, like: Any) -> Any:
     """This worker's part of a whole tensor, laid out like another of its shape: a view."""
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
         return value
@@ -77,7 +66,7 @@ def _cut(value: Any, like: Any) -> Any:
     return value[tuple(map(slice, start, stop))]
 
 
-def _laid_out(value: Any, like: Any) -> Any:
+def laid_out(value: Any, like: Any) -> Any:
     """The DTensor that has this part; anything else as it is."""
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
         return value

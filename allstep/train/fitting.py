@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 
 from allstep.errors import CheckpointError
 from allstep.nn import DividedTensor
-from allstep.train.dtensors import lay_out, lay_out_optimizer
+from allstep.train.devices import map_held
+from allstep.train.dtensors import laid_out, lay_out
 
 _NUM_LISTED = 5
 
@@ -87,7 +88,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
         CheckpointError: if the number of groups, or of parameters in one, differs.
     """
     check_groups([len(group["params"]) for group in optimizer.param_groups], state)
-    optimizer.load_state_dict(lay_out_optimizer(optimizer, state))
+    optimizer.load_state_dict(map_held(optimizer, state, laid_out))
 
 
 def check_groups(expected: list[int], state: Mapping[str, Any]) -> None:
