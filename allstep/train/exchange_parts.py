@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from allstep.comm import Communicator, parts_along_axes
 from allstep.errors import CheckpointError
 from allstep.exchange import Exchange
-from allstep.train.shards import sharing_workers
 
 State = dict[str, Any]
 T = TypeVar("T")
@@ -36,7 +35,8 @@ def own_exchange(exchange: Exchange, state: State) -> State:
     own = set(exchange.trained)
     same = [part for part in parts if own == set(chain.from_iterable(part.get("buckets") or ()))]
     if own and same:  # what FSDP2 sums is in no bucket
-        return _at_place(same, sharing_workers(exchange.shards))
+        copy_workers = next((shard.comm for shard in exchange.shards.values()), None)
+        return _at_place(same, copy_workers)
     if len(parts) == 1 and not parts_along_axes(exchange.model):
         return parts[0]
     return _of_names(parts, exchange)

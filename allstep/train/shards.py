@@ -50,11 +50,6 @@ def data_axis(model: nn.Module, comm: Communicator) -> Communicator:
     return mesh["data"]
 
 
-def sharing_workers(shards: Mapping[str, Shard]) -> Communicator | None:
-    """Those with the parts of this worker's copy of the model; None if it has all of it."""
-    return next((shard.comm for shard in shards.values()), None)
-
-
 def check_sharded(options: TrainOptions, reason: str) -> None:
     """Refuses options by which workers that share a copy would part, or checkpoints of a part.
 
