@@ -16,6 +16,7 @@ from allstep.comm import Communicator, DividedModules, fsdp_modules
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import all_to_all
 from allstep.comm.ddp import is_in_ddp
+from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import UsageError, nearest_multiples
 from allstep.nn.chain import seeded
 from allstep.nn.expert_workers import ExpertWorkers
@@ -293,7 +294,7 @@ class _Call:
         """A call in the present context."""
         autocast = None
         if torch.is_autocast_enabled(device.type):
-            autocast = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+            autocast = dtype_name(torch.get_autocast_dtype(device.type))
         return cls(num_sent, seed, autocast)
 
     @contextmanager
@@ -304,7 +305,7 @@ class _Call:
         device: torch.device,
     ) -> Iterator[None]:
         """Around an expert, as if it were on the worker that calls."""
-        dtype = None if self.autocast is None else getattr(torch, self.autocast)
+        dtype = None if self.autocast is None else dtype_of_name(self.autocast)
         with ExitStack() as stack:
             stack.enter_context(seeded(seed_at(self.seed, expert), device))
             stack.enter_context(torch.autocast(device.type, dtype, enabled=dtype is not None))

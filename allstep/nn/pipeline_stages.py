@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allstep.comm.layout import dtype_name
 from allstep.errors import UsageError
 from allstep.nn.chain import seeded
 from allstep.nn.mixture_of_experts import serving
@@ -190,4 +191,4 @@ def in_words(shapes: Shapes) -> str:
     >>> in_words((((2, 3), torch.float32),))
     '[2, 3] float32'
     """
-    return " and ".join(f"{list(s)} {str(t).removeprefix('torch.')}" for s, t in shapes)
+    return " and ".join(f"{list(s)} {dtype_name(t)}" for s, t in shapes)
