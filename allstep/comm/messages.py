@@ -4,7 +4,7 @@
 body is, and the body's beginning. Only a body that does not fit takes a second message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -49,19 +49,12 @@ class Messages:
 
     def broadcast(self, body: bytes | None, root: int, verb: str) -> bytes:
         """The root's body, on every rank."""
-        is_root = self._wire.rank == root
-        header = (
-            self._seal(body or b"", _VERBS.index(verb)) if is_root else self._empty(_HEADER_BYTES)
-        )
-        self._wire.broadcast(header, root, verb).wait()
-        if is_root:
-            rest = self._rest(body or b"")
-            self._wire.broadcast(rest, root, verb).wait()
-            return body or b""
-        num_bytes, start = self._open(header, _VERBS.index(verb), root)
-        rest = self._empty(num_bytes - len(start))
-        self._wire.broadcast(rest, root, verb).wait()
-        return start + _to_bytes(rest)
+        if self._wire.rank != root:
+            return self._take(lambda part: self._wire.broadcast(part, root, verb), verb, root)
+        body = body or b""
+        for part in (self._seal(body, _VERBS.index(verb)), self._rest(body)):
+            self._wire.broadcast(part, root, verb).wait()
+        return body
 
     def all_gather(self, body: bytes, verb: str, *, compares: bool = False) -> list[bytes]:
         """Every rank's body, on every rank; `compares` if it is of a comparison."""
@@ -101,11 +94,15 @@ class Messages:
 
     def recv(self, source: int, tag: int, verb: str, sent_by: str) -> bytes:
         """Waits for a body that another rank sends by the verb `sent_by`."""
+        return self._take(lambda part: self._wire.recv(part, source, tag, verb), sent_by, source)
+
+    def _take(self, post: Callable[[Tensor], Work[None]], sent_by: str, source: int) -> bytes:
+        """A body, whose header and rest come into what is posted."""
         header = self._empty(_HEADER_BYTES)
-        self._wire.recv(header, source, tag, verb).wait()
+        post(header).wait()
         num_bytes, start = self._open(header, _VERBS.index(sent_by), source)
         rest = self._empty(num_bytes - len(start))
-        self._wire.recv(rest, source, tag, verb).wait()
+        post(rest).wait()
         return start + _to_bytes(rest)
 
     def _seal(self, body: bytes, code: int) -> Tensor:
