@@ -122,12 +122,11 @@ def _wait_for_outcome(
     notice_s: float,
 ) -> _Outcome:
     """What came of the meeting, or this worker's own word if that is the first."""
+    outcome = None
     if launch.rank == 0:
         outcome = _collect(store, launch.size, own, deadline_s, notice_s)
-    else:
-        outcome = None
-        if _has_come(store, _OUTCOME, deadline_s):
-            return _Outcome(**json.loads(store.get(_OUTCOME)))
+    elif _has_come(store, _OUTCOME, deadline_s):
+        return _Outcome(**json.loads(store.get(_OUTCOME)))
     return _publish(store, outcome or _late(store, launch.size, timeout_s))
 
 
@@ -146,9 +145,8 @@ def _collect(
     start_s = time.monotonic()
     while len(claims) < size:
         num_written = store.add(_NUM_WRITTEN, 0)
-        for rank in (
-            _came(store, set(range(size)) - claims.keys()) if num_written > num_seen else ()
-        ):
+        news = set(range(size)) - claims.keys() if num_written > num_seen else set()
+        for rank in _came(store, news):
             claims[rank] = _Claim.read(store, rank)
             difference = _difference(own, claims[rank])
             if difference:
