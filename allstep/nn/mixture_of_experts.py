@@ -44,10 +44,9 @@ class MixtureOfExperts(nn.Module):
     [Note: divided parameters].
 
     All workers make the layer; those of a copy call it as often as each other and in the same
-    order. In
-    `steps` and the `Evaluator` micro-batches need not divide evenly: a worker that has fewer runs
-    its experts for the others' [Note: rounds without samples], and then layers must be called once
-    each, in the order in which the model holds them.
+    order. In `steps` and the `Evaluator` micro-batches need not divide evenly: a worker that has
+    fewer runs its experts for the others' [Note: rounds without samples], and then layers must be
+    called once each, in the order in which the model holds them.
 
     The names of the parameters, `experts.3.weight` say, have the expert's number among all, so
     that the union of the workers' state dicts is the state dict of one worker's model.

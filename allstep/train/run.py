@@ -342,9 +342,8 @@ class Run:
         """Floating-point operations and seconds of a sample, one worker having the machine.
 
         None if no worker has the whole model. The operations are None if they can't be counted.
-        The seconds are those of compute and
-        update, without waiting for data or workers. The worker uses all cores, unless the number
-        of threads belongs to the run.
+        The seconds are those of compute and update, without waiting for data or workers. The worker
+        uses all cores, unless the number of threads belongs to the run.
         """
         if self.exchange.workers_with_other_parts:
             return None
