@@ -210,17 +210,7 @@ def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
             f"`model`: {name} ({kind}) has modules of its own ({', '.join(norm._modules)}), which"
             " would be lost; take them off first, as by `parametrize.remove_parametrizations`."
         )
-    hooks = (
-        norm._forward_hooks,
-        norm._forward_pre_hooks,
-        norm._backward_hooks,
-        norm._backward_pre_hooks,
-        norm._state_dict_hooks,
-        norm._state_dict_pre_hooks,
-        norm._load_state_dict_pre_hooks,
-        norm._load_state_dict_post_hooks,
-    )
-    if any(hooks):
+    if any(hooks for name, hooks in vars(norm).items() if name.endswith("_hooks")):
         raise UsageError(
             f"`model`: {name} ({kind}) has hooks, which would be lost; convert first, before"
             " `attach` as well, and then register them."
