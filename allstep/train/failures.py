@@ -156,7 +156,8 @@ class _Guard:
         if self._error_file is not None and isinstance(error, Exception):
             get_error_handler().record_exception(error)
         if is_first:
-            text = self._headed_traceback()
+            header = f"{self._prefix}failed:\n" if self._prefix else ""
+            text = header + traceback.format_exc()
             if isinstance(error, AllstepError):
                 text = f"error: {message_of(error)}\n"
             print(text, end="", file=sys.stderr, flush=True)
@@ -167,10 +168,6 @@ class _Guard:
     @property
     def _prefix(self) -> str:
         return f"[rank {self._launch.rank}] " if self._launch.size > 1 else ""
-
-    def _headed_traceback(self) -> str:
-        header = f"[rank {self._launch.rank}] failed:\n" if self._launch.size > 1 else ""
-        return header + traceback.format_exc()
 
     def _claim_report(self) -> bool:
         """True for the first failing worker of a launcher: a bug often fails them all alike."""
@@ -206,12 +203,8 @@ class _Guard:
         if self._advice is not None and self._speaks():
             print(self._advice(), file=sys.stderr, flush=True)
 
-    def _leave_after_peer(self) -> NoReturn:
-        """Leaves because another worker of this node did."""
-        self._leaving.acquire()
-        self._end_after_peer()
-
     def _end_after_peer(self) -> NoReturn:
+        """Leaves because another worker of this node did."""
         if self._speaks():
             for rank in self._ended_peers():
                 pid, host = self._peer_pids[rank], socket.gethostname()
@@ -245,7 +238,8 @@ class _Guard:
     def _react(self, number: signal.Signals) -> None:
         now_s = time.monotonic()
         if self._peer_failed():
-            self._leave_after_peer()
+            self._leaving.acquire()
+            self._end_after_peer()
         if signal.getsignal(number) == self._leave_on_signal:  # nobody answers requests now
             self._leave(128 + number)
         if self._requested_at_s is None:
