@@ -58,17 +58,13 @@ def check_model_state(expected: Mapping[str, Any], state: Mapping[str, Any]) -> 
     misfits = {
         "missing": [name for name in expected if name not in state],
         "unexpected": [name for name in state if name not in expected],
-        "of another shape": [
-            f"{name} {_shape(state[name])} instead of {_shape(expected[name])}"
-            for name in expected
-            if name in state and _shape(state[name]) != _shape(expected[name])
-        ],
-        "of another dtype": [
-            f"{name} {_dtype(state[name])} instead of {_dtype(expected[name])}"
-            for name in expected
-            if name in state and _dtype(state[name]) != _dtype(expected[name])
-        ],
     }
+    for what, of in (("shape", _shape), ("dtype", _dtype)):
+        misfits[f"of another {what}"] = [
+            f"{name} {of(state[name])} instead of {of(expected[name])}"
+            for name in expected
+            if name in state and of(state[name]) != of(expected[name])
+        ]
     found = [f"{kind}: {_listed(names)}" for kind, names in misfits.items() if names]
     if found:
         raise CheckpointError(
