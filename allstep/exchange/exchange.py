@@ -210,11 +210,15 @@ class Exchange(ABC):
             num_passes: that this worker is about to make.
         """
 
-    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
+    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         """Before its backward passes; a kind of exchange may prepare for their gradients."""
+        if self._rounder is not None:
+            self._rounder.begin(self._off_grid, num_micro_batches, num_passes)
 
-    def begin_micro_batch(self) -> None:  # noqa: B027
+    def begin_micro_batch(self) -> None:
         """The backward passes that follow are of another micro-batch of the global batch."""
+        if self._exact_sums is not None:
+            self._exact_sums.begin_micro_batch(self._off_grid)
 
     def _begin_backward(self) -> None:  # noqa: B027
         """Before the first gradient of a pass; a kind of exchange may prepare for them."""
@@ -231,7 +235,11 @@ class Exchange(ABC):
 
         It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
         """
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        found = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        if self._exact_sums is not None:
+            self._exact_sums.settle(self._off_grid)
+        off_grid = self._off_grid.items()
+        return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
     def flush(self) -> Iterator[int]:
         """Leaves what is still in flight in `p.grad`, one gradient after the other.

@@ -285,21 +285,6 @@ class OverlappedExchange(Exchange):
     def _off_grid(self) -> OffGrid:
         return self._buckets.off_grid
 
-    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
-        if self._rounder is not None:
-            self._rounder.begin(self._off_grid, num_micro_batches, num_passes)
-
-    def begin_micro_batch(self) -> None:
-        if self._exact_sums is not None:
-            self._exact_sums.begin_micro_batch(self._off_grid)
-
-    def local_gradients(self) -> dict[str, Tensor]:
-        found = super().local_gradients()
-        if self._exact_sums is not None:
-            self._exact_sums.settle(self._off_grid)
-        off_grid = self._off_grid.items()
-        return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
-
     def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
         """What is to be added to `p.grad`; None for the gradient as it is."""
         if new is None or new.layout != torch.strided or self._rounder is None:
