@@ -162,8 +162,11 @@ class Exchange(ABC):
 
     @property
     def _is_active(self) -> bool:
-        """Whether there is anything to do; gradients of a lone worker are their own mean."""
-        return self.comm.size > 1
+        """Whether there is anything to do; gradients of a lone worker are their own mean.
+
+        With exact sums they are rounded, as several workers' are.
+        """
+        return self.comm.size > 1 or self.is_exact
 
     @property
     def is_exact(self) -> bool:

@@ -36,10 +36,6 @@ class FullyShardedExchange(PlainExchange):
         return {} if self._exact is None else self._exact.off_grid
 
     @property
-    def _is_active(self) -> bool:
-        return super()._is_active or self.is_exact
-
-    @property
     def is_fully_sharded(self) -> bool:
         return True
 

@@ -409,8 +409,7 @@ class OverlappedExchange(Exchange):
 
     @property
     def _is_active(self) -> bool:
-        always = self.policy.staleness > 0 or self._exact_sums is not None
-        return super()._is_active or always or self._reducer.has_residuals
+        return super()._is_active or self.policy.staleness > 0 or self._reducer.has_residuals
 
     def _holds_gradients(self) -> bool:
         return self.policy.staleness > 0 or self._rounder is not None
