@@ -23,6 +23,7 @@ _SOURCE = Path(__file__).with_name("rounding.c")
 _FLAGS = ("-O3", "-fno-fast-math", "-ffp-contract=off", "-shared", "-fPIC")
 _TIMEOUT_S = 60.0
 _FEW = 1 << 16  # elements, up to which threads bring torch's kernels little
+_TRIAL = (99, 0.3), (1, 1.5 * 2**23)  # elements that a shift rounds to 0
 _FEW_THREADS = 2  # of torch's, whose kernels take three passes
 
 
@@ -42,15 +43,16 @@ class CompiledRounding:
         self._round_rows.argtypes = [pointer, pointer, size, size, pointer, pointer]
         self._round_rows.argtypes += [ctypes.c_double, ctypes.c_int]
         self._round_rows.restype = ctypes.c_double
-        x, one = torch.full((99,), 0.3, dtype=torch.float32), torch.ones(1, dtype=torch.float32)
-        rounded = torch.empty_like(x)
-        if self.round(x, rounded, 1.5 * 2**23 * one, one, 0.0, adds=False) > 1 or rounded.any():
+        x, shift = (torch.full((n,), value, dtype=torch.float32) for n, value in _TRIAL)
+        rounded, limit = torch.empty_like(x), torch.ones_like(shift)
+        self.round(x, rounded, (1, shift.data_ptr(), limit.data_ptr(), 0.0), adds=False)
+        if rounded.any():
             raise OSError(f"{library._name} reorders sums")
 
-    def takes(self, rows: Tensor, out: Tensor, limit: Tensor) -> bool:
+    def takes(self, rows: Tensor, out: Tensor) -> bool:
         """Whether it can round these, and is the faster way."""
         return (
-            rows.dtype == out.dtype == limit.dtype == torch.float32
+            rows.dtype is out.dtype is torch.float32
             and type(rows) is type(out) is Tensor
             and rows.is_cpu
             and rows.is_contiguous()
@@ -60,32 +62,19 @@ class CompiledRounding:
         )
 
     def round(
-        self,
-        rows: Tensor,
-        out: Tensor,
-        shift: Tensor,
-        limit: Tensor,
-        smallest: float,
-        *,
-        adds: bool,
+        self, rows: Tensor, out: Tensor, unit: tuple[int, int, int, float], adds: bool
     ) -> float:
         """The largest share of its limit that a row takes; beyond 1 perhaps of another row.
 
         Args:
-            rows: [n, width].
+            rows: [n, width], or any other shape whose rows these are in memory.
             out: what they are rounded into; it is spoilt where they don't fit.
-            shift, limit, smallest: as for `allstep.exchange.grid.Unit`.
+            unit: for this dtype, as `allstep.exchange.grid.Unit.in_memory` has it.
             adds: whether to add them to what `out` holds, which stays as it is if they don't fit.
         """
+        num_rows, shift, limit, smallest = unit
         share: float = self._round_rows(
-            rows.data_ptr(),
-            out.data_ptr(),
-            len(limit),
-            rows.numel() // len(limit),
-            shift.data_ptr(),
-            limit.data_ptr(),
-            smallest,
-            adds,
+            rows.data_ptr(), out.data_ptr(), rows.numel(), num_rows, shift, limit, smallest, adds
         )
         return share
 

@@ -32,8 +32,8 @@ class ExactSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.grid = Grid(None if is_accelerator(device) else compiled_rounding())
+        self._device, self._is_accelerator = device, is_accelerator(device)
+        self.grid = Grid(None if self._is_accelerator else compiled_rounding())
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
         self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
         self._rounded_calls: set[str] = set()  # experts' parameters, whose `p.grad` is next
@@ -66,7 +66,7 @@ class ExactSums:
         unread, self._unread = self._unread, {}
         numbers = read_scalars([share for _, share, _ in unread.values()])
         for ((name, _), (gradient, _, unit)), number in zip(unread.items(), numbers, strict=True):
-            if not unit.is_good([number]):
+            if not unit.is_good(number):
                 _add_apart(off_grid, name, gradient)
 
     def round(
@@ -88,18 +88,17 @@ class ExactSums:
             rank: as for `Grid.round`.
             view: where a large gradient is to be in the end, on the CPU.
         """
-        with torch.no_grad():
-            gradient = new.detach()
-            if is_accelerator(new.device):
-                rounded = self._round_unread(off_grid, name, new, rank)
-            elif view is not None:
-                rounded = self._round_in_place(view, name, p, gradient)
-            else:
-                rounded = self.grid.round(name, gradient, rank=rank)
-            if rounded is None:
-                _add_apart(off_grid, name, gradient)
-            if rounded is None or rounded is p.grad:
-                rounded = new.new_zeros(()).expand_as(new)  # what is left to be added
+        gradient = new.detach()
+        if self._is_accelerator:
+            rounded = self._round_unread(off_grid, name, new, rank)
+        elif view is not None:
+            rounded = self._round_in_place(view, name, p, gradient)
+        else:
+            rounded = self.grid.round(name, gradient, rank=rank)
+        if rounded is None:
+            _add_apart(off_grid, name, gradient)
+        if rounded is None or rounded is p.grad:
+            rounded = gradient.new_zeros(()).expand_as(gradient)  # what is left to be added
         # With a graph for second derivatives the difference is taken off, which is exact.
         return new + (rounded - gradient) if new.requires_grad else rounded
 
@@ -243,7 +242,7 @@ class ExactSums:
     @property
     def _num_threads(self) -> int | None:
         """What the bits of a worker's own products depend on; None on an accelerator."""
-        return None if is_accelerator(self._device) else torch.get_num_threads()
+        return None if self._is_accelerator else torch.get_num_threads()
 
     def _warn_of_other_threads(self, saved: int | None) -> None:
         own = self._num_threads

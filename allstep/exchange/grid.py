@@ -1,7 +1,7 @@
 """Rounds gradients so that their sums have the same bits in any order."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -45,10 +45,14 @@ class Unit:
     limit: Tensor
     smallest: float
 
-    def is_good(self, shares: Sequence[float]) -> bool:
-        """Whether a gradient fits whose parts have these shares of the limits; NaN does not."""
-        fits = all(share <= 1 for share in shares)
-        return fits and (max(shares) == 0 or max(shares) >= self.smallest)
+    def is_good(self, share: float) -> bool:
+        """Whether a gradient fits whose largest element takes this share of its limit."""
+        return share == 0 or self.smallest <= share <= 1
+
+    @cached_property
+    def in_memory(self) -> tuple[int, int, int, float]:
+        """Number of rows, addresses of `shift` and `limit`, and `smallest`."""
+        return self.limit.numel(), self.shift.data_ptr(), self.limit.data_ptr(), self.smallest
 
     def share_of(self, rows: Tensor, index: slice = slice(None)) -> float:
         """How much of their limits the largest elements of some rows take; NaN where there is one.
@@ -118,7 +122,8 @@ class Grid:
     def __init__(self, compiled: CompiledRounding | None = None) -> None:
         self._compiled = compiled
         self._tops: dict[str, Tensor] = {}  # T by row
-        self._units: dict[str, Unit] = {}  # for the present number of terms
+        # For the present number of terms, and for gradients of a shape, dtype and device.
+        self._units: dict[str, tuple[Unit, tuple[torch.Size, torch.dtype, torch.device]]] = {}
         self._num_terms = 1
         self._num_terms_each = 1
         self._num_added: dict[tuple[str, int], int] = {}  # in this micro-batch, by (name, rank)
@@ -213,42 +218,42 @@ class Grid:
     def _unit_of(self, name: str, gradient: Tensor, rank: int) -> Unit | None:
         """How to round another gradient of the micro-batch; None if nothing is known."""
         num_added = self._num_added[name, rank] = self._num_added.get((name, rank), 0) + 1
-        top = self._tops.get(name)
-        if top is None or num_added > self._num_terms_each:
+        if num_added > self._num_terms_each:
             return None
-        if len(top) != _num_rows(gradient.shape) or top.device != gradient.device:
-            return None  # the parameter is another by now
-        unit = self._units.get(name)
-        if unit is None:
-            unit = self._units[name] = self._new_unit(top, gradient.dtype)
+        unit, form = self._units.get(name, (None, None))
+        own_form = gradient.shape, gradient.dtype, gradient.device
+        if form == own_form:
+            return unit
+        top = self._tops.get(name)
+        if top is None or len(top) != _num_rows(gradient.shape) or top.device != gradient.device:
+            return None  # nothing is known, or the parameter is another by now
+        unit = self._new_unit(top, gradient.dtype)
+        self._units[name] = unit, own_form
         return unit
 
     def _round(self, x: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
         """Rounds what lies in memory as its rows do, and says whether it fits."""
         compiled = self._compiled
-        if compiled is not None and compiled.takes(x, out, unit.limit):
-            share = compiled.round(x, out, unit.shift, unit.limit, unit.smallest, adds=adds)
-            return unit.is_good([share])
+        if compiled is not None and compiled.takes(x, out):
+            return unit.is_good(compiled.round(x, out, unit.in_memory, adds))
         num_rows = len(unit.limit)
         return self._round_by_torch(x.view(num_rows, -1), unit, out.view(num_rows, -1), adds=adds)
 
     def _round_by_torch(self, rows: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
         """The same for [rows, n], in parts that stay in the cache."""
-        if adds:
-            pieces = _pieces(rows)
-            if not unit.is_good([unit.share_of(x, index) for index, x in pieces]):
-                return False
-        shares = []
+        largest = 0.0
         for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
-            shift = unit.shift[index]
-            if adds:
-                target.add_(torch.add(piece, shift, out=self._scratch_for(piece)).sub_(shift))
-                continue
-            shares.append(unit.share_of(piece, index))
-            if not shares[-1] <= 1:
+            share = unit.share_of(piece, index)
+            if not share <= 1:
                 return False
-            torch.add(piece, shift, out=target).sub_(shift)
-        return adds or unit.is_good(shares)
+            largest = max(largest, share)
+            if not adds:
+                torch.add(piece, unit.shift[index], out=target).sub_(unit.shift[index])
+        if adds and unit.is_good(largest):
+            for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
+                rounded = torch.add(piece, unit.shift[index], out=self._scratch_for(piece))
+                target.add_(rounded.sub_(unit.shift[index]))
+        return unit.is_good(largest)
 
     def _scratch_for(self, piece: Tensor) -> Tensor:
         """Memory for a part of a gradient, that stays in the cache."""

@@ -287,12 +287,12 @@ class OverlappedExchange(Exchange):
 
     def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
         """What is to be added to `p.grad`; None for the gradient as it is."""
-        if new is None or new.layout != torch.strided or self._rounder is None:
+        rounder = self._rounder
+        if new is None or new.layout != torch.strided or rounder is None or rounder.take_call(name):
             return None
-        if self._rounder.take_call(name):
-            return None
-        view = self._buckets.views[name] if name in self._plan.large else None
-        return self._rounder.round(self._off_grid, name, p, new, view=view)
+        buckets = self._buckets
+        view = buckets.views[name] if name in self._plan.large else None
+        return rounder.round(buckets.off_grid, name, p, new, view=view)
 
     def _sum_copies(self, buckets: BucketSet) -> None:
         """Of modules that other workers have copies of. Collective if there are any."""

@@ -52,11 +52,12 @@ static void add_row(const float *x, float *out, int64_t width, float shift) {
         out[i] += (x[i] + shift) - shift;
 }
 
-/* The largest share of its limit that a row of x [rows, width] takes, as far as it was looked for:
-   beyond 1, or NaN, it ends the search. Out is x, rounded; or, to add, out + x, rounded, where the
-   share is at most 1, and 0 or at least `smallest`. */
-double round_rows(const float *x, float *out, int64_t rows, int64_t width, const float *shift,
+/* The largest share of its limit that a row of x takes, as far as it was looked for: beyond 1, or
+   NaN, it ends the search. Out is x, rounded; or, to add, out + x, rounded, where the share is at
+   most 1, and 0 or at least `smallest`. */
+double round_rows(const float *x, float *out, int64_t size, int64_t rows, const float *shift,
                   const float *limit, double smallest, int adds) {
+    int64_t width = size / rows;
     double share = 0;
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;

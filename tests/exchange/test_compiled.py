@@ -153,15 +153,25 @@ def test_gradients_in_another_order(counting: Counting) -> None:
 
 @needs_compiler
 def test_what_it_does_not_take(compiled: CompiledRounding) -> None:
-    x, limit = torch.zeros(4, 80, dtype=torch.float32), torch.ones(4, dtype=torch.float32)
-    assert compiled.takes(x, x, limit)
-    assert not compiled.takes(x.double(), x.double(), limit.double())
-    assert not compiled.takes(x.double(), x, limit)
-    assert not compiled.takes(x, x, limit.double())
-    assert not compiled.takes(x.t(), x, limit)
-    assert not compiled.takes(torch._neg_view(x), x, limit)
-    assert not compiled.takes(torch.nn.Parameter(x), x, limit)
-    assert not compiled.takes(x.to("meta"), x, limit)
+    x = torch.zeros(4, 80, dtype=torch.float32)
+    assert compiled.takes(x, x)
+    assert not compiled.takes(x.double(), x.double())
+    assert not compiled.takes(x.double(), x)
+    assert not compiled.takes(x.t(), x)
+    assert not compiled.takes(torch._neg_view(x), x)
+    assert not compiled.takes(torch.nn.Parameter(x), x)
+    assert not compiled.takes(x.to("meta"), x)
+
+
+@needs_compiler
+def test_parameter_that_changes_its_type(compiled: CompiledRounding) -> None:
+    total = torch.randn(3, 80, generator=torch.Generator().manual_seed(0)).double()
+    for grid in grids(total, compiled):
+        for dtype in (torch.float64, torch.float32, torch.float64):
+            grid.begin_micro_batch()
+            rounded = grid.round("p", total.to(dtype))
+            assert rounded is not None and rounded.dtype is dtype
+            torch.testing.assert_close(rounded, total.to(dtype), rtol=0, atol=1e-4)
 
 
 # -- where it comes from ------------------------------------------------------------------------

@@ -564,9 +564,9 @@ def test_one_look_at_all_rows_decides_as_one_at_each(spread: float) -> None:
         rows *= torch.rand(8, 1, generator=generator) < 0.7
         shares = rows.double().abs().amax(1) / limit.double()
         fits = bool((shares <= 1).all()) and bool((shares >= 2.0**-20).any() or (rows == 0).all())
-        assert unit.is_good([unit.share_of(rows)]) == fits
+        assert unit.is_good(unit.share_of(rows)) == fits
         decisions.append(fits)
         rows[3, 4] = torch.nan
-        assert not unit.is_good([unit.share_of(rows)])
+        assert not unit.is_good(unit.share_of(rows))
     assert 20 < sum(decisions) < 180
     assert unit.share_of(torch.zeros(8, 30)) == 0
