@@ -1,10 +1,8 @@
 """Ranks as threads of one process: a group in 0.05 s, for tests and experiments."""
 
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -14,6 +12,7 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire, make_group
+from allstep.env import without_collector
 from allstep.errors import (
     CommunicationError,
     PeerLostError,
@@ -78,7 +77,7 @@ def run_ranks(
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(n)
     ]
-    with _without_collector():
+    with without_collector():
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -88,25 +87,6 @@ def run_ranks(
     if failures:
         raise min(failures, key=lambda failure: (_severity(failure[2]), failure[0]))[2]
     return [results[rank] for rank in range(n)]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Collects no cyclic garbage.
-
-    [Note: collector and random state] `torch.get_rng_state` makes a tensor while it holds the
-    generator's lock. A collection begins there now and then, and may run a weak reference's
-    callback, in which the interpreter may go on with another thread; if that asks for the random
-    state too, it waits for the lock and keeps the interpreter's own: no thread ever goes on, and
-    no timeout is noticed.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check(n: int, local_size: int | None, timeout_s: float) -> int:

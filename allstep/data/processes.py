@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import parent_process
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from allstep.data.random import derive_seed
+from allstep.env import without_collector
 from allstep.errors import UsageError, check_integer
 
 _POLL_S = 0.5
@@ -104,7 +105,7 @@ class Items(Iterator[Any]):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         try:
-            with _collector_off():
+            with without_collector():  # [Note: fork]
                 self._iterator: Any = iter(loader)
         except OSError as error:
             if loader.num_workers == 0:  # of the data set
@@ -143,18 +144,6 @@ class Items(Iterator[Any]):
             iterator._shutdown_workers()
             impatience.cancel()
             _kill(iterator._workers)
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """For what is forked meanwhile; see [Note: fork]."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _kill(processes: Iterable[BaseProcess]) -> None:

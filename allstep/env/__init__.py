@@ -6,6 +6,7 @@ from allstep.env.addresses import is_loopback as is_loopback
 from allstep.env.addresses import own_addresses as own_addresses
 from allstep.env.addresses import read_gloo_interface as read_gloo_interface
 from allstep.env.addresses import set_gloo_interface as set_gloo_interface
+from allstep.env.collector import without_collector as without_collector
 from allstep.env.hosts import environment_of_agent as environment_of_agent
 from allstep.env.hosts import read_carried as read_carried
 from allstep.env.hosts import read_ssh_address as read_ssh_address
@@ -18,6 +19,8 @@ from allstep.env.scheduling import patient_threads as patient_threads
 from allstep.env.silence import limit_silence as limit_silence
 from allstep.env.slurm import expand_counts as expand_counts
 from allstep.env.slurm import first_host as first_host
+from allstep.env.user import read_cache_folder as read_cache_folder
+from allstep.env.user import read_compiler as read_compiler
 from allstep.env.worker import RUN_DIR as RUN_DIR
 from allstep.env.worker import allow_messages_in_turn as allow_messages_in_turn
 from allstep.env.worker import environment_of_joiner as environment_of_joiner

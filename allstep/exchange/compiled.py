@@ -3,9 +3,7 @@
 import ctypes
 import hashlib
 import logging
-import os
 import platform
-import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from allstep.env import read_cache_folder, read_compiler
 from allstep.files import replacing
 
 _logger = logging.getLogger(__name__)
@@ -86,8 +85,7 @@ def compiled_rounding() -> CompiledRounding | None:
     What was compiled stays in the user's folder for caches.
     """
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allstep"
-        return load_rounding(folder, shlex.split(os.environ.get("CC", "cc")))
+        return load_rounding(read_cache_folder(), read_compiler())
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         _logger.info("exact sums round by torch's kernels, which takes longer: %s", error)
         return None

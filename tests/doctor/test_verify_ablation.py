@@ -15,6 +15,7 @@ from allstep import Communicator
 from allstep.doctor import WorkerRecord
 from allstep.doctor.verify.ablation import Ablation
 from allstep.doctor.verify.constants import ConstantRandomNumbers
+from allstep.env import without_collector
 
 
 class Noisy(Dataset):
@@ -51,7 +52,8 @@ def test_ablation_of_random_numbers_in_loader_processes():
         ablation.apply(exchange)
         assert torch.rand(2).unique().numel() == made_before.numel()  # data made after attach
         loader = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="fork")
-        (batch,) = loader
+        with without_collector():  # [Note: fork]
+            (batch,) = loader
         assert batch.tolist() == [[i + 0.5] * 3 for i in range(4)]
     (batch,) = DataLoader(Noisy(), batch_size=4)
     assert batch.unique().numel() == 12

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from allstep.comm import Communicator
-from allstep.env import num_cores
+from allstep.env import num_cores, without_collector
 from allstep.errors import DisagreementError, UsageError
 from allstep.train.devices import map_tensors, to_device
 from allstep.train.evaluator import Evaluator
@@ -147,7 +147,8 @@ def test_evaluator_loader_processes_ignore_signals_and_end_with_it(
     assert os.getpid() not in pids
     assert len(pids) == (1 if fails else 2)
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    unguarded = next(iter(DataLoader(Processes(), num_workers=1)))  # torch's own would end
+    with without_collector():  # [Note: fork]
+        unguarded = next(iter(DataLoader(Processes(), num_workers=1)))  # torch's own would end
     assert not unguarded[1].item()
 
 

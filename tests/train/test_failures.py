@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from allstep.cli.launch import Watch
 from allstep.comm import Communicator
-from allstep.env import read_error_file
+from allstep.env import read_error_file, without_collector
 from allstep.errors import CheckpointError, DataError, UsageError
 from allstep.train import REPORTED, run_worker
 from allstep.train.failures import message_of
@@ -32,7 +32,7 @@ def test_message_of_an_allstep_error(kind):
 
 @pytest.mark.process
 def test_message_of_a_loader_processs_error():
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as caught, without_collector():  # [Note: fork]
         next(iter(DataLoader(Unreadable(), num_workers=1)))
     assert "Original Traceback" in str(caught.value)
     assert message_of(caught.value) == "cat.jpg is no image;\nleave it out."
