@@ -276,12 +276,12 @@ class RunningStatistics:
         """Adds a micro-batch to the sums of the step, and its weight where it called a module."""
         called = [float(bool(tracked.shares)) for tracked in self._tracked]
         parts = [
-            statistic.double() * has
+            statistic if has else torch.zeros_like(statistic)
             for tracked, has in zip(self._tracked, called, strict=True)
             for statistic in tracked.lent[:2]
         ]
         parts.append(torch.tensor(called, dtype=torch.float64).to(parts[0].device))
-        flat = torch.cat(parts) * weight
+        flat = torch.cat(parts).mul_(weight)  # in float64, as the last of them is
         if self._step_sum is None:
             self._step_sum = ReproducibleSum(flat)
         if self._step_sum.shape != flat.shape:

@@ -32,8 +32,8 @@ class ExactSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._is_accelerator = device, is_accelerator(device)
-        self.grid = Grid(None if self._is_accelerator else compiled_rounding())
+        self._device = device
+        self.grid = Grid(None if is_accelerator(device) else compiled_rounding())
         # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
         self._unread: dict[tuple[str, int], tuple[Tensor, Tensor, Unit]] = {}  # by (name, rank)
         self._rounded_calls: set[str] = set()  # experts' parameters, whose `p.grad` is next
@@ -89,7 +89,7 @@ class ExactSums:
             view: where a large gradient is to be in the end, on the CPU.
         """
         gradient = new.detach()
-        if self._is_accelerator:
+        if is_accelerator(new.device):
             rounded = self._round_unread(off_grid, name, new, rank)
         elif view is not None:
             rounded = self._round_in_place(view, name, p, gradient)
@@ -242,7 +242,7 @@ class ExactSums:
     @property
     def _num_threads(self) -> int | None:
         """What the bits of a worker's own products depend on; None on an accelerator."""
-        return None if self._is_accelerator else torch.get_num_threads()
+        return None if is_accelerator(self._device) else torch.get_num_threads()
 
     def _warn_of_other_threads(self, saved: int | None) -> None:
         own = self._num_threads

@@ -69,9 +69,8 @@ class Reducer:
 
     def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
         self.wire = policy.wire_format
-        self._runner: Runner = make_runner(
-            comm.device, overlaps=policy.overlap or policy.staleness > 0
-        )
+        overlaps = comm.size > 1 and (policy.overlap or policy.staleness > 0)
+        self._runner: Runner = make_runner(comm.device, overlaps=overlaps)
         self._main_comm = comm
         self.comm = channel_of(comm)
         self._as_they_are = isinstance(self.wire, FullPrecision)
