@@ -278,17 +278,17 @@ def tensor_on(
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
-    """Numbers of a device, for all of which the host waits once.
+def read_scalars(scalars: Sequence[Tensor]) -> list[Any]:
+    """Numbers of a device, for all of which the host waits once; of several, once for each.
 
     >>> read_scalars([torch.tensor(1.5), torch.tensor(2.0)])
     [1.5, 2.0]
     """
-    if not scalars:
-        return []
-    device = scalars[0].device
-    found: list[float] = torch.stack([x.to(device, non_blocking=True) for x in scalars]).tolist()
-    return found
+    found = {
+        device: iter(torch.stack([x for x in scalars if x.device == device]).tolist())
+        for device in {x.device for x in scalars}
+    }
+    return [next(found[x.device]) for x in scalars]
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from allstep.device import is_accelerator
+from allstep.device import is_accelerator, read_scalars
 
 NUM_PARTS = 128
 _FEWEST_WORDS = 1 << 13  # of a part; fewer take as long
@@ -74,18 +74,8 @@ def tensor_checksums(tensors: Mapping[str, Tensor]) -> Entries:
     sums = {n: checksum(words_of(t)) for n, t in tensors.items() if is_comparable(t)}
     return tuple(
         (f"values of {name}", f"checksum {number:07x}")
-        for name, number in zip(sums, _on_host(list(sums.values())), strict=True)
+        for name, number in zip(sums, read_scalars(list(sums.values())), strict=True)
     )
-
-
-def _on_host(sums: list[Tensor]) -> list[int]:
-    """Waits for a device once."""
-    devices = dict.fromkeys(number.device for number in sums)
-    found = {
-        device: iter(torch.stack([x for x in sums if x.device == device]).tolist())
-        for device in devices
-    }
-    return [next(found[number.device]) for number in sums]
 
 
 def rates_of(optimizer: Optimizer, group: int) -> Rates:
