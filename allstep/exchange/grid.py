@@ -58,7 +58,8 @@ class Unit:
         """How much of their limits the largest elements of some rows take; NaN where there is one.
 
         On the CPU one kernel looks at all rows together: where these stay below the least limit,
-        the share of the largest one is enough to know, which is less.
+        the share of the largest one is enough to know, which is less. Shares are float64, as those
+        of `rounding.c`.
 
         Args:
             rows: [n, width].
@@ -66,13 +67,13 @@ class Unit:
         """
         least, most = self._limits
         if most > _EVEN * least:
-            return float(_share(rows, self.limit[index]))
+            return float(_share(rows, self.limit[index].double()))
         low, high = torch.aminmax(rows)
         largest = max(high.item(), -low.item())
         share = largest / most
         if least == most or largest == 0 or (largest <= least and share >= self.smallest):
             return share
-        return float(_share(rows, self.limit[index]))
+        return float(_share(rows, self.limit[index].double()))
 
     @cached_property
     def _limits(self) -> tuple[float, float]:
@@ -444,7 +445,7 @@ def _pieces(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _share(rows: Tensor, limit: Tensor) -> Tensor:
-    shares = _largest(rows).double().div_(limit)  # as `compiled.py` does
+    shares = _largest(rows) / limit
     return shares.amax() if len(shares) > 1 else shares[0]
 
 
