@@ -1,13 +1,18 @@
 """What the user's environment says of tools and folders."""
 
-import os
 import shlex
 from pathlib import Path
 
+from allstep.env.variables import Variables
+
 
 def read_compiler() -> list[str]:
-    """The command that compiles C: of the variable CC, else cc."""
-    return shlex.split(os.environ.get("CC") or "cc")
+    """The command that compiles C: of the variable CC, else cc.
+
+    Raises:
+        ValueError: if its quotes don't match.
+    """
+    return shlex.split(Variables().text("CC") or "cc")
 
 
 def read_cache_folder() -> Path:
@@ -16,4 +21,4 @@ def read_cache_folder() -> Path:
     Raises:
         RuntimeError: if there is no home.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allstep"
+    return Path(Variables().text("XDG_CACHE_HOME") or Path.home() / ".cache") / "allstep"

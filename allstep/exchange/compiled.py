@@ -22,8 +22,8 @@ _SOURCE = Path(__file__).with_name("rounding.c")
 _FLAGS = ("-O3", "-fno-fast-math", "-ffp-contract=off", "-shared", "-fPIC")
 _TIMEOUT_S = 60.0
 _FEW = 1 << 16  # elements, up to which threads bring torch's kernels little
-_TRIAL = (99, 0.3), (1, 1.5 * 2**23)  # elements that a shift rounds to 0
 _FEW_THREADS = 2  # of torch's, whose kernels take three passes
+_TRIAL = (99, 0.3), (1, 1.5 * 2**23)  # elements that a shift rounds to 0
 
 
 class CompiledRounding:
@@ -86,7 +86,7 @@ def compiled_rounding() -> CompiledRounding | None:
     """
     try:
         return load_rounding(read_cache_folder(), read_compiler())
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+    except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
         _logger.info("exact sums round by torch's kernels, which takes longer: %s", error)
         return None
 

@@ -228,6 +228,15 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["no-such-compiler", "false", "gcc 'unbalanced", " "])
+def test_command_that_is_no_compiler(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", command)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiled_rounding.__wrapped__() is None  # past its cache
+
+
 @needs_compiler
 def test_compiler_that_reorders_sums_is_not_taken(tmp_path: Path) -> None:
     compiler = tmp_path / "fast"
