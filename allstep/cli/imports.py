@@ -5,6 +5,8 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
+from allstep.env import without_collector
+
 
 def import_at_start(name: str) -> ModuleType:
     """A module, whose objects the garbage collector leaves alone, those of torch's modules too.
@@ -23,12 +25,7 @@ def import_at_start(name: str) -> ModuleType:
     """
     if "torch" in sys.modules:
         return import_module(name)
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector():
         module = import_module(name)
         gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()
     return module

@@ -85,8 +85,15 @@ def _launch(
     store: tuple[str, int] | None = None,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
-        call = f"{__name__}:run_script", Path(name), script
-        workers = Workers(num_workers, *call, min_workers=min_workers, joins=joins, store=store)
+        workers = Workers(
+            num_workers,
+            f"{__name__}:run_script",
+            Path(name),
+            script,
+            min_workers=min_workers,
+            joins=joins,
+            store=store,
+        )
         return launch_workers(workers, run_dir)
 
 

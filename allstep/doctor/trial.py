@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ _NUM_FORWARDS = 10
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-RunSteps = Callable[..., list[float]]
-"""What `steps_under` yields."""
+class RunSteps(Protocol):
+    """What `steps_under` yields."""
+
+    def __call__(self, num_steps: int, num_repeats: int = 1, /) -> list[float]: ...
 
 
 @dataclass(frozen=True)
