@@ -1,7 +1,7 @@
 """Sums that have the same bits in whatever order and grouping their terms are added."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 
 import torch
@@ -12,6 +12,7 @@ from allstep.comm.communicator import Communicator
 _WINDOW_BITS = 32  # leaves float64 room for 2^21 terms
 _WINDOWS = range(-5, 5)  # float32 needs no others
 _NONFINITE = _WINDOWS.stop  # where NaN and infinity are added
+_LIMIT = 2.0 ** (_WINDOW_BITS * _WINDOWS.stop)  # from which on a magnitude counts as infinite
 _CHUNK = 1 << 18  # elements that stay in the cache
 _DENSE_ELEMENTS = 1 << 10  # up to which all windows are sent, in one message
 
@@ -57,19 +58,39 @@ class ReproducibleSum:
         """
         rest = x.detach().to(torch.float64, copy=True)
         largest = float(rest.abs().amax()) if rest.numel() else 0.0
-        if not largest < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop):
-            is_bad = ~(rest.abs() < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop))
+        if not largest < _LIMIT:
+            is_bad = ~(rest.abs() < _LIMIT)
             self._add_digits(_NONFINITE, torch.where(is_bad, rest * torch.inf, 0.0))
             rest.masked_fill_(is_bad, 0.0)
             largest = float(rest.abs().amax())
         if largest == 0:
             return
-        first = _window_of(largest)
+        for window, digits in self._digits_of(rest, _window_of(largest)):
+            self._add_digits(window, digits)
+
+    @torch.no_grad()
+    def add_each(self, terms: Tensor) -> None:
+        """Adds several terms: the same as one by one, together where their magnitudes are alike.
+
+        Args:
+            terms: [n, *shape], as for `add`.
+        """
+        largest = terms.flatten(1).abs().amax(1).tolist() if terms.numel() else []
+        first, *others = {_window_of(x) if 0 < x < _LIMIT else None for x in largest} or {None}
+        if first is None or others:
+            for term in terms:
+                self.add(term)
+            return
+        for window, digits in self._digits_of(terms.to(torch.float64, copy=True), first):
+            self._add_digits(window, digits.sum(0))
+
+    def _digits_of(self, rest: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+        """Cuts numbers, whose largest magnitude is of the first window; spoils them."""
         for window in range(first, max(first - self._num_digits, _WINDOWS.start - 1), -1):
             shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
             digits = (rest + shift).sub_(shift)
             rest.sub_(digits)
-            self._add_digits(window, digits)
+            yield window, digits
 
     def total(self) -> Tensor:
         """The sum so far, of this worker's terms alone; float64."""
@@ -166,7 +187,7 @@ def digits_of(x: Tensor) -> Tensor:
     1.0
     """
     x = x.detach().double()
-    is_good = x.abs() < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop)
+    is_good = x.abs() < _LIMIT
     exponents = [2.0 ** (_WINDOW_BITS * window) for window in _WINDOWS]
     units = torch.tensor(exponents, dtype=torch.float64).to(x.device, non_blocking=True)
     whole = (torch.where(is_good, x, 0.0)[..., None] / units).trunc_()  # units of each window
@@ -195,8 +216,8 @@ def digits_of_squares(x: Tensor) -> Tensor:
         rest = piece.to(torch.float64, copy=True).square_()
         sums = torch.zeros_like(found)
         largest = float(rest.amax())
-        if not largest < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop):
-            is_bad = ~(rest < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop))
+        if not largest < _LIMIT:
+            is_bad = ~(rest < _LIMIT)
             sums[-1] = torch.where(is_bad, rest * torch.inf, 0.0).sum()
             rest.masked_fill_(is_bad, 0.0)
             largest = float(rest.amax())

@@ -18,6 +18,8 @@ from allstep.errors import UsageError
 from allstep.exchange.batch_norm_module import TrackedModule, is_tracked
 from allstep.exchange.parameters import ParameterSet
 
+_MAX_TERMS = 16  # micro-batches whose statistics wait to be added
+
 
 class RunningStatistics:
     """Batch norm's running statistics. [Note: linear running statistics]
@@ -61,6 +63,7 @@ class RunningStatistics:
         self._comm = comm
         self._is_exact = is_exact
         self._step_sum: ReproducibleSum | None = None
+        self._new_terms: list[Tensor] = []  # of micro-batches, that it is without
         self._tracked: tuple[TrackedModule, ...] = ()
         self._is_in_step = False
         self._total = 1.0  # of the step's weights
@@ -114,6 +117,7 @@ class RunningStatistics:
         for tracked in self._tracked:
             tracked.start_step()
         self._step_sum = None
+        self._new_terms.clear()
         self._is_in_step = True
         before = self._look_at_others()
         try:
@@ -289,9 +293,17 @@ class RunningStatistics:
                 "A batch norm module joined or left the model between two micro-batches of a global"
                 " batch, whose exact sums are of other modules; do it between global batches."
             )
-        self._step_sum.add(flat)
+        self._new_terms.append(flat)
+        if len(self._new_terms) == _MAX_TERMS:
+            self._add_new_terms(self._step_sum)
         for tracked in self._tracked:
             tracked.shares = []  # its slot is free again
+
+    def _add_new_terms(self, step_sum: ReproducibleSum) -> None:
+        """Adds several micro-batches', which costs as much as one's."""
+        if self._new_terms:
+            step_sum.add_each(torch.stack(self._new_terms))
+            self._new_terms.clear()
 
     def _sum_micro_batches(self) -> None:
         """Has each module's mean over all workers' micro-batches be the step's. Collective."""
@@ -299,6 +311,7 @@ class RunningStatistics:
         like = self._tracked[0].running[0]
         nothing = like.new_zeros(sum(sizes) + len(self._tracked), dtype=torch.float64)
         own = self._step_sum or ReproducibleSum(nothing)
+        self._add_new_terms(own)
         (flat,) = reproducible_all_reduce(self._comm, [own])
         *statistics, called = torch.split(flat, [*sizes, len(self._tracked)])
         pairs = zip(statistics[::2], statistics[1::2], strict=True)

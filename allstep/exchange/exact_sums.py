@@ -89,6 +89,49 @@ class ExactSums:
             view: where a large gradient is to be in the end, on the CPU.
         """
         gradient = new.detach()
+        rounded = self._round(off_grid, name, p, new, rank, view)
+        if rounded is None or rounded is p.grad:
+            rounded = gradient.new_zeros(()).expand_as(gradient)  # what is left to be added
+        # With a graph for second derivatives the difference is taken off, which is exact.
+        return new + (rounded - gradient) if new.requires_grad else rounded
+
+    def add(
+        self, off_grid: OffGrid, name: str, p: nn.Parameter, new: Tensor, view: Tensor | None
+    ) -> None:
+        """Adds to `p.grad` what a backward pass has made, rounded.
+
+        Args:
+            off_grid, name, p, view: as for `round`.
+            new: the pass's gradient, in nobody's hands.
+        """
+        before = p.grad
+        if new.requires_grad or new.layout != torch.strided:
+            with torch.enable_grad():
+                is_sparse = new.layout != torch.strided
+                rounded = new if is_sparse else self.round(off_grid, name, p, new)
+                p.grad = rounded if before is None else before + rounded
+            return
+        found = self._round(off_grid, name, p, new, 0, view)
+        if before is not None:
+            if found is not None and found is not before:
+                before.detach().add_(found)
+        elif found is None:
+            p.grad = torch.zeros_like(new)
+        else:
+            is_in_place = view is not None and found.data_ptr() == view.data_ptr()
+            p.grad = view if is_in_place else found
+
+    def _round(
+        self,
+        off_grid: OffGrid,
+        name: str,
+        p: nn.Parameter,
+        new: Tensor,
+        rank: int,
+        view: Tensor | None,
+    ) -> Tensor | None:
+        """The gradient on the grid; `p.grad` if it was added to it; None if it went apart."""
+        gradient = new.detach()
         if is_accelerator(new.device):
             rounded = self._round_unread(off_grid, name, new, rank)
         elif view is not None:
@@ -97,10 +140,7 @@ class ExactSums:
             rounded = self.grid.round(name, gradient, rank=rank)
         if rounded is None:
             _add_apart(off_grid, name, gradient)
-        if rounded is None or rounded is p.grad:
-            rounded = gradient.new_zeros(()).expand_as(gradient)  # what is left to be added
-        # With a graph for second derivatives the difference is taken off, which is exact.
-        return new + (rounded - gradient) if new.requires_grad else rounded
+        return rounded
 
     def round_call(
         self, off_grid: OffGrid, name: str, p: nn.Parameter, rank: int, new: Tensor

@@ -84,7 +84,7 @@ class Unit:
 class Grid:
     """Rounds each micro-batch's gradients to multiples of a unit that all workers know.
 
-    [Note: grid] A gradient g_k, weighed by its samples, is rounded before autograd adds it up:
+    [Note: grid] A gradient g_k, weighed by its samples, is rounded before it is added up:
 
         g_k' = u round(g_k / u)        while |g_k| <= L,  K (L + u / 2) <= 2^digits u
 

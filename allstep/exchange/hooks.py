@@ -201,6 +201,11 @@ class AccumulationHook:
         self._handle.remove()
 
 
+def has_one_hook(p: nn.Parameter) -> bool:
+    """Whether nobody else has a hook on what was added to `p.grad`."""
+    return len(p._post_accumulate_grad_hooks) == 1
+
+
 def will_accumulate(p: nn.Parameter) -> bool:
     """Whether the backward pass that is running adds to `p.grad`, for hooks before it does."""
     try:

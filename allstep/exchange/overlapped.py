@@ -1,6 +1,6 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
@@ -12,12 +12,13 @@ from allstep.comm import Communicator
 from allstep.device import has_streams
 from allstep.errors import AllstepError, CheckpointError
 from allstep.exchange.agreement import agree
+from allstep.exchange.backward import BackwardPass
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.comparison import BucketComparison
 from allstep.exchange.exact_sums import ExactSums, OffGrid
 from allstep.exchange.exchange import Exchange
-from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
+from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, has_one_hook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
@@ -77,6 +78,9 @@ class OverlappedExchange(Exchange):
         self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
+        # What `p.grad` held before a pass whose gradients are rounded behind it.
+        self._set_aside: dict[str, tuple[nn.Parameter, Tensor | None]] = {}
+        self._rounding_pass = BackwardPass(self._begin_rounding, self._end_rounding)
         self._last_amp_scale = self._residual_factor = 1.0
         self._has_residuals = False
         self._pass_start_s = 0.0
@@ -178,8 +182,11 @@ class OverlappedExchange(Exchange):
         Called for each parameter, it does as little as it can.
         """
         super()._on_gradient(name, p)
+        if name in self._set_aside and name in self._plan.large:
+            self._end_rounding((name,))
         if self._num_suspended:
-            self._refuse_scaled()
+            if self._buckets.scaled:
+                self._refuse_scaled()
             if name in self._plan.large:  # else it takes memory twice until the last micro-batch
                 self._buckets.place_large(name, p, scale=1)
         elif name in self._arrivals:
@@ -276,6 +283,7 @@ class OverlappedExchange(Exchange):
     def _fill(self, index: int) -> None:
         """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
         with self._telling_all():
+            self._end_rounding(self._plan.layouts[index].names)
             trained, scale = self.trained, self.batch.scale
             self._buckets.fill(index, trained, self._touched, scale)
 
@@ -285,14 +293,50 @@ class OverlappedExchange(Exchange):
     def _off_grid(self) -> OffGrid:
         return self._buckets.off_grid
 
+    def _on_output_gradient(self, gradient: Tensor) -> None:
+        if self._rounder is not None:
+            self._rounding_pass.request()
+        super()._on_output_gradient(gradient)
+
+    def _begin_rounding(self) -> None:
+        """Before the gradients of a pass: large ones are rounded when they come, others behind it.
+
+        Between two kernels of a model little of what rounds is in the processor's caches: one by
+        one small ones take eight times as long. Others' hooks see in `p.grad` how it adds up.
+        """
+        self._end_rounding()  # that of a pass that has failed
+        for name, p in self.trained.items():
+            if has_one_hook(p):
+                self._set_aside[name] = p, p.grad
+                p.grad = None
+
+    def _end_rounding(self, names: Iterable[str] | None = None) -> None:
+        """Rounds what the pass has made of some parameters; of all that are left if None."""
+        for name in list(self._set_aside) if names is None else names:
+            if found := self._set_aside.pop(name, None):
+                p, before = found
+                new, p.grad = p.grad, before
+                if new is not None and self._exact_sums is not None:
+                    buckets = self._buckets
+                    self._exact_sums.add(buckets.off_grid, name, p, new, buckets.views.get(name))
+
     def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
-        """What is to be added to `p.grad`; None for the gradient as it is."""
+        """What is to be added to `p.grad` now; None for the gradient as it is."""
+        if self._exact_sums is not None and self._exact_sums.take_call(name):
+            self._end_rounding([name])
+            return None
+        if new is None or name in self._set_aside or new.layout != torch.strided:
+            return None
         rounder = self._rounder
-        if new is None or new.layout != torch.strided or rounder is None or rounder.take_call(name):
+        if rounder is None:
             return None
         buckets = self._buckets
         view = buckets.views[name] if name in self._plan.large else None
         return rounder.round(buckets.off_grid, name, p, new, view=view)
+
+    def _end_global_batch(self) -> None:
+        self._end_rounding()
+        super()._end_global_batch()
 
     def _sum_copies(self, buckets: BucketSet) -> None:
         """Of modules that other workers have copies of. Collective if there are any."""

@@ -46,6 +46,21 @@ def test_total_does_not_depend_on_the_order(dtype: torch.dtype) -> None:
     assert not all(torch.equal(x, plain[0]) for x in plain)  # or the above would show nothing
 
 
+@pytest.mark.parametrize("scales", [(1, 0.3, 2), (1, 1e20, 1e-20), (1, 0, 2), (1, math.nan, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_terms_together_are_the_same_as_one_by_one(
+    scales: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    terms = torch.randn(3, 20, generator=random, dtype=dtype)
+    terms *= torch.tensor(scales, dtype=dtype)[:, None]
+    together = ReproducibleSum(terms[0])
+    together.add_each(terms)
+    torch.testing.assert_close(together.total(), total([*terms]), rtol=0, atol=0, equal_nan=True)
+    together.add_each(terms[:0])
+    torch.testing.assert_close(together.total(), total([*terms]), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 33), (torch.float64, 65)])
 def test_error_is_that_of_the_docs(dtype: torch.dtype, digits: int) -> None:
     terms = [x / 2.0**80 for x in terms_of(30, 20, dtype)]
