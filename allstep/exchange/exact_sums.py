@@ -105,21 +105,21 @@ class ExactSums:
             new: the pass's gradient, in nobody's hands.
         """
         before = p.grad
-        if new.requires_grad or new.layout != torch.strided:
+        if new.layout != torch.strided:  # which no bucket takes
+            p.grad = new if before is None else before + new
+            return
+        if new.requires_grad:
             with torch.enable_grad():
-                is_sparse = new.layout != torch.strided
-                rounded = new if is_sparse else self.round(off_grid, name, p, new)
+                rounded = self.round(off_grid, name, p, new)
                 p.grad = rounded if before is None else before + rounded
             return
         found = self._round(off_grid, name, p, new, 0, view)
-        if before is not None:
-            if found is not None and found is not before:
-                before.detach().add_(found)
-        elif found is None:
-            p.grad = torch.zeros_like(new)
-        else:
-            is_in_place = view is not None and found.data_ptr() == view.data_ptr()
-            p.grad = view if is_in_place else found
+        if before is None:
+            p.grad = torch.zeros_like(new) if found is None else found
+            if view is not None and p.grad.data_ptr() == view.data_ptr():
+                p.grad = view  # and not another tensor there, which would be copied onto itself
+        elif found is not None and found is not before:
+            before.detach().add_(found)
 
     def _round(
         self,
