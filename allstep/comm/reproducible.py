@@ -65,7 +65,7 @@ class ReproducibleSum:
             largest = float(rest.abs().amax())
         if largest == 0:
             return
-        for window, digits in self._digits_of(rest, _window_of(largest)):
+        for window, digits in self._cut(rest, _window_of(largest)):
             self._add_digits(window, digits)
 
     @torch.no_grad()
@@ -81,11 +81,11 @@ class ReproducibleSum:
             for term in terms:
                 self.add(term)
             return
-        for window, digits in self._digits_of(terms.to(torch.float64, copy=True), first):
+        for window, digits in self._cut(terms.to(torch.float64, copy=True), first):
             self._add_digits(window, digits.sum(0))
 
-    def _digits_of(self, rest: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
-        """Cuts numbers, whose largest magnitude is of the first window; spoils them."""
+    def _cut(self, rest: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+        """Digits of numbers whose largest magnitude is of the first window; spoils `rest`."""
         for window in range(first, max(first - self._num_digits, _WINDOWS.start - 1), -1):
             shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
             digits = (rest + shift).sub_(shift)

@@ -88,12 +88,11 @@ class ExactSums:
             rank: as for `Grid.round`.
             view: where a large gradient is to be in the end, on the CPU.
         """
-        gradient = new.detach()
         rounded = self._round(off_grid, name, p, new, rank, view)
         if rounded is None or rounded is p.grad:
-            rounded = gradient.new_zeros(()).expand_as(gradient)  # what is left to be added
+            rounded = new.new_zeros(()).expand_as(new)  # what is left to be added
         # With a graph for second derivatives the difference is taken off, which is exact.
-        return new + (rounded - gradient) if new.requires_grad else rounded
+        return new + (rounded - new.detach()) if new.requires_grad else rounded
 
     def add(
         self, off_grid: OffGrid, name: str, p: nn.Parameter, new: Tensor, view: Tensor | None

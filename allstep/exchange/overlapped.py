@@ -283,7 +283,8 @@ class OverlappedExchange(Exchange):
     def _fill(self, index: int) -> None:
         """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
         with self._telling_all():
-            self._end_rounding(self._plan.layouts[index].names)
+            if self._set_aside:
+                self._end_rounding(self._plan.layouts[index].names)
             trained, scale = self.trained, self.batch.scale
             self._buckets.fill(index, trained, self._touched, scale)
 

@@ -15,6 +15,18 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+class Failing(torch.autograd.Function):
+    """The identity, whose backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
 class _Ignored(torch.autograd.Function):
     """Tells autograd that the gradient of `ignored` is zero."""
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from allstep.comm import Communicator
 from allstep.exchange import ExchangePolicy, attach
-from tests.exchange.nets import assert_same, clone, differs, gradients, mlp, shard, states
+from tests.exchange.nets import Failing, assert_same, clone, differs, gradients, mlp, shard, states
 from tests.helpers.ranks import run_ranks
 from tests.helpers.versions import needs_torch_2_13
 
@@ -151,16 +151,6 @@ def test_activation_checkpointing_is_one_exchange(
     (sum(losses) / 2).backward()
     for actual in run_ranks(2, worker):
         assert_same(actual, gradients(model))
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
 
 
 def test_failed_backward_leaves_nothing_behind(policy: ExchangePolicy) -> None:
