@@ -208,10 +208,10 @@ class GroupWire:
     def _post(
         self,
         verb: str,
-        device: torch.device,
         starts: Sequence[_Start],
         timeout_s: float | None = None,
         *,
+        is_on_cpu: bool,
         meets: bool = False,
         peers: Sequence[int] | None = None,
     ) -> Work[None]:
@@ -219,10 +219,10 @@ class GroupWire:
 
         Args:
             verb: names them in errors.
-            device: where their tensors are.
             starts: what starts them.
             timeout_s: of messages; without it they end after the timeout of their own options.
-            meets: whether a wait for them ends only when all ranks have come.
+            is_on_cpu: whether their tensors are.
+            meets: whether a wait of the host for them ends only when all ranks have come.
             peers: ranks whose connections are looked at while a wait lasts; None for all. See
                 [Note: missed ends].
         """
@@ -233,15 +233,15 @@ class GroupWire:
             with self._explained(verb, None):
                 raise
 
-        is_checked = device.type == "cpu" and peers != []
+        check = partial(self._check_connections, peers) if peers else self._check_connections
         work = BackendWork(
             works,
             partial(self._explained, verb),
             f"`{verb}` on {self.names.own}",
-            partial(self._note_meeting, verb) if meets else None,
+            partial(self._note_meeting, verb) if meets and is_on_cpu else None,
             timeout_s,
-            polls=device.type != "cpu",
-            check=partial(self._check_connections, peers) if is_checked else None,
+            polls=not is_on_cpu,
+            check=check if is_on_cpu and peers != [] else None,
         )
         with self._noting:
             self._under_way.append(work)
@@ -258,7 +258,7 @@ class GroupWire:
             )
         return group
 
-    def _check_connections(self, peers: Sequence[int] | None) -> None:
+    def _check_connections(self, peers: Sequence[int] | None = None) -> None:
         """Raises Gloo's error if one of these ranks, or of all, is not there any more."""
         connections = self._connections  # another thread may close them meanwhile
         if connections is not None:
@@ -287,12 +287,12 @@ class GroupWire:
             options.reduceOp = op
             self._reductions[op] = options
         start = methodcaller("allreduce", [tensor], options)
-        return self._post(verb, tensor.device, [start], meets=tensor.device.type == "cpu")
+        return self._post(verb, [start], is_on_cpu=tensor.is_cpu, meets=True)
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
     ) -> tuple[Tensor, Work[None]]:
-        device = parts[0].device
+        is_on_cpu = parts[0].is_cpu
         if len({part.numel() for part in parts}) == 1:
             options = self._options(dist.ReduceScatterOptions)
             options.reduceOp = op
@@ -300,7 +300,7 @@ class GroupWire:
             output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
             flat = output.reshape(-1)
             start = methodcaller("_reduce_scatter_base", flat, joined, options)
-            return output, self._post(verb, device, [start], meets=device.type == "cpu")
+            return output, self._post(verb, [start], is_on_cpu=is_on_cpu, meets=True)
         own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
         def reduce_to(root: int) -> _Start:
@@ -310,7 +310,7 @@ class GroupWire:
             return methodcaller("reduce", [own[root]], options)
 
         starts = [reduce_to(root) for root in range(self.size)]
-        return own[self.rank], self._post(verb, device, starts, meets=device.type == "cpu")
+        return own[self.rank], self._post(verb, starts, is_on_cpu=is_on_cpu, meets=True)
 
     def _broadcasts(self, buffer: Tensor, root: int) -> list[_Start]:
         options = self._options(dist.BroadcastOptions)
@@ -319,18 +319,18 @@ class GroupWire:
         return [methodcaller("broadcast", [chunk], options) for chunk in self._chunks(buffer)]
 
     def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
-        return self._post(verb, buffer.device, self._broadcasts(buffer, root))
+        return self._post(verb, self._broadcasts(buffer, root), is_on_cpu=buffer.is_cpu)
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
         output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=buffer.device)
         pieces = list(torch.split(output, list(sizes_bytes)))
-        if buffer.device.type == "cpu":
+        if buffer.is_cpu:
             self._swap([buffer.contiguous()] * self.size, pieces, verb)
         elif len(set(sizes_bytes)) == 1 and output.numel() <= self._chunk_bytes:
             base = buffer.contiguous()
             options = self._options(AllgatherOptions)
             start = methodcaller("_allgather_base", output, base, options)
-            self._post(verb, buffer.device, [start]).wait()
+            self._post(verb, [start], is_on_cpu=False).wait()
         else:
             pieces[self.rank].copy_(buffer)
             starts = [
@@ -338,16 +338,15 @@ class GroupWire:
                 for root, piece in enumerate(pieces)
                 for start in self._broadcasts(piece, root)
             ]
-            self._post(verb, buffer.device, starts).wait()
+            self._post(verb, starts, is_on_cpu=False).wait()
         return pieces
 
     def all_to_all(
         self, buffers: Sequence[Tensor], sizes_bytes: Sequence[int], verb: str
     ) -> list[Tensor]:
-        device = buffers[0].device
-        output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=device)
+        output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=buffers[0].device)
         pieces = list(torch.split(output, list(sizes_bytes)))
-        if device.type == "cpu":
+        if output.is_cpu:
             self._swap([buffer.contiguous() for buffer in buffers], pieces, verb)
             return pieces
         options = self._options(dist.AllToAllOptions)
@@ -356,7 +355,7 @@ class GroupWire:
         start = methodcaller(
             "alltoall_base", output, joined, list(sizes_bytes), sent_bytes, options
         )
-        self._post(verb, device, [start]).wait()
+        self._post(verb, [start], is_on_cpu=False).wait()
         return pieces
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], verb: str) -> None:
@@ -370,28 +369,22 @@ class GroupWire:
             starts += self._recvs(incoming[source], source, _SWAP_TAG)
             starts += self._sends(outgoing[dest], dest, _SWAP_TAG)
         peers: Sequence[int] | None = None if _is_watched(*incoming) else []
-        device = incoming[0].device
-        self._post(verb, device, starts, self.timeout_s, meets=True, peers=peers).wait()
+        self._post(verb, starts, self.timeout_s, is_on_cpu=True, meets=True, peers=peers).wait()
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         starts = self._sends(buffer, dest, tag)
-        return self._post(
-            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched((dest, buffer))
-        )
+        return self._post_message(verb, starts, (dest, buffer))
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         starts = self._recvs(buffer, source, tag)
-        return self._post(
-            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched((source, buffer))
-        )
+        return self._post_message(verb, starts, (source, buffer))
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
         starts = [*self._recvs(incoming, source, tag), *self._sends(outgoing, dest, tag)]
-        if incoming.device.type == "cpu":
-            peers = _watched((dest, outgoing), (source, incoming))
-            return self._post(verb, incoming.device, starts, self._limit_s(incoming), peers=peers)
+        if incoming.is_cpu:
+            return self._post_message(verb, starts, (dest, outgoing), (source, incoming))
 
         def together(group: dist.ProcessGroup) -> dist.Work:
             """One after the other NCCL would wait forever: each for a peer that does the same."""
@@ -400,7 +393,7 @@ class GroupWire:
                 start(group)
             return group._end_coalescing(incoming.device)
 
-        return self._post(verb, incoming.device, [together] if starts else [])
+        return self._post(verb, [together] if starts else [], is_on_cpu=False)
 
     def _sends(self, buffer: Tensor, dest: int, tag: int) -> list[_Start]:
         return [methodcaller("send", [chunk], dest, tag) for chunk in self._chunks(buffer)]
@@ -412,9 +405,13 @@ class GroupWire:
         """Pieces that any backend can send; none if there is nothing to send."""
         return list(torch.split(buffer, self._chunk_bytes)) if buffer.numel() else []
 
-    def _limit_s(self, buffer: Tensor) -> float | None:
+    def _post_message(
+        self, verb: str, starts: Sequence[_Start], *messages: tuple[int, Tensor]
+    ) -> Work[None]:
         """Gloo takes the timeout of a send or receive at its wait; another's wait would block."""
-        return self.timeout_s if buffer.device.type == "cpu" else None
+        is_on_cpu = messages[0][1].is_cpu
+        limit_s = self.timeout_s if is_on_cpu else None
+        return self._post(verb, starts, limit_s, is_on_cpu=is_on_cpu, peers=_watched(*messages))
 
     def _store(self) -> Store:
         return self._group_for("split").get_group_store()

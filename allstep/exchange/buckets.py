@@ -261,9 +261,10 @@ class BucketSet:
         """
         small_views: list[Tensor] = []
         small_gradients: list[Tensor] = []
-        large = self.plan.large
-        is_all_new = touched >= self.plan.layouts[index].name_set
-        for name, view in self._places[index]:
+        large, layout = self.plan.large, self.plan.layouts[index]
+        dtype = layout.dtype  # what a gradient must be is looked up, not asked of its view
+        is_all_new = touched >= layout.name_set
+        for (name, view), shape in zip(self._places[index], layout.shapes, strict=True):
             p = parameters[name]
             gradient, is_new = p.grad, is_all_new or name in touched
             if gradient is None:
@@ -271,7 +272,11 @@ class BucketSet:
                 touched.discard(name)  # autograd knows that it is zero, or it was dropped since
                 continue
             if gradient is not view:
-                if not has_form_of(view, gradient):
+                if (
+                    gradient.shape != shape
+                    or gradient.dtype is not dtype
+                    or gradient.layout is not torch.strided
+                ):
                     _refuse_form(name, gradient, view)
                 if name not in large:  # one in the bucket's memory is copied onto itself
                     small_views.append(view)

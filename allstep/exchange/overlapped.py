@@ -1,7 +1,7 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.device import has_streams
-from allstep.errors import AllstepError, CheckpointError
+from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.agreement import agree
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.bucketing import Bucketing, ready_gradient
@@ -24,6 +24,8 @@ from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
+
+_NO_CONTEXT = nullcontext()
 
 
 class OverlappedExchange(Exchange):
@@ -246,11 +248,11 @@ class OverlappedExchange(Exchange):
             )
         scaled.clear()
 
-    @torch.no_grad()
     def _send_full(self) -> None:
         """Sends the next buckets that are full, in the plan's order."""
-        while self._missing and not self._missing[len(self._buckets.works)]:
-            self._send_next()
+        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:  # for second derivatives
+            while self._missing and not self._missing[len(self._buckets.works)]:
+                self._send_next()
 
     def _send_next(self) -> None:
         """Sends the next bucket in the plan's order."""
@@ -282,11 +284,13 @@ class OverlappedExchange(Exchange):
 
     def _fill(self, index: int) -> None:
         """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
-        with self._telling_all():
+        try:  # what `_telling_all` does, without a generator in each bucket
             if self._set_aside:
                 self._end_rounding(self._plan.layouts[index].names)
             trained, scale = self.trained, self.batch.scale
             self._buckets.fill(index, trained, self._touched, scale)
+        except UsageError as error:
+            self._fail(str(error))
 
     # -- exact sums ------------------------------------------------------------------------------
 

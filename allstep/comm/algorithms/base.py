@@ -55,8 +55,7 @@ class AllReduce(ABC):
         if self.comm.size == 1 or not flat.numel():
             return
         flat = flat.detach()
-        device = self.comm.wire.transport_device(flat.device)
-        on_wire = flat if device == flat.device else flat.to(device)
+        on_wire = flat.to(self.comm.wire.transport_device(flat.device))
         try:
             self._reduce_(on_wire)
         except BaseException:

@@ -30,7 +30,7 @@ class Native(AllReduce):
         """
         num_elements, num_messages = ring_sends(flat.numel(), self.comm.size, self.comm.rank)
         self._messenger.count(num_elements * flat.itemsize, num_messages)
-        return self.comm.wire.all_reduce(flat.detach(), dist.ReduceOp.SUM, "all_reduce")
+        return self.comm.wire.all_reduce(flat, dist.ReduceOp.SUM, "all_reduce")
 
 
 class Dummy(AllReduce):

@@ -1,6 +1,7 @@
 """The ring that Baidu brought to deep learning."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -67,6 +68,7 @@ class Ring(AllReduce):
             self._messenger.exchange(outgoing, self._next, incoming, self._previous)
 
 
+@lru_cache(maxsize=1024)  # of each bucket in each step
 def ring_sends(num_elements: int, size: int, place: int) -> tuple[int, int]:
     """Elements and messages that a place of the ring sends: twice all chunks but one.
 
