@@ -232,7 +232,7 @@ def find_missing_ranks(names: RankNames, verb: str, grace_s: float = _GRACE_S) -
 def who_left(names: RankNames, verb: str) -> str:
     """Who closed the connection that this rank's call needed, for messages.
 
-    A rank that fails in a call because another one has left says so first.
+    A rank that fails in a call because another one has left says so first, and ends later.
 
     Args:
         names: of the call's group.
@@ -241,9 +241,10 @@ def who_left(names: RankNames, verb: str) -> str:
     names.report_stuck(verb)
     left = [number for number in names.numbers if number != names.number]
     if len(left) > 1:
+        gone = names.ended(left)
         # Those who wait for this rank in turn hear of it only when it leaves: don't let them wait.
-        left = list(find_missing_ranks(names, verb, _MOMENT_S).missing)
-        left = names.ended(left) or left
+        missing = find_missing_ranks(names, verb, _MOMENT_S).missing or left  # if none answers
+        left = [n for n in gone if n in missing] or names.ended(missing) or list(missing)
     shown = names.placed_all(left[:_MOST]) + (", ..." if len(left) > _MOST else "")
     return f"one of {shown}" if len(left) > 1 else shown or "another rank"
 

@@ -37,6 +37,56 @@ def test_a_call_that_timed_out_says_which_process_has_ended(is_known: bool) -> N
     assert ("missing: rank 1." in message) != is_known
 
 
+def who_closed(names: RankNames) -> str:
+    with pytest.raises(PeerLostError) as caught, explained("all_reduce", names, 0.5):
+        raise RuntimeError("Connection closed by peer")
+    return str(caught.value)
+
+
+class LostStore(HashStore):
+    """One whose server is gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_lost_process_is_named_where_no_store_answers() -> None:
+    own, gone = Place.own(), replace(Place.own(), pid=lost_pid())
+    names = RankNames(range(3), 0, 3, LostStore(), [own, gone, own])
+    assert f"of 3: rank 1 ({gone}) closed its connection" in who_closed(names)
+
+
+class AskedStore(HashStore):
+    """Remembers whether anybody asked."""
+
+    is_asked = False
+
+    def check(self, keys: list[str]) -> bool:
+        self.is_asked = True
+        return super().check(keys)
+
+
+def test_a_process_that_ends_as_another_is_lost_is_not_named() -> None:
+    """Nor where its report doesn't come in time, as on a busy machine."""
+    own, lost, next_one = (replace(Place.own(), pid=pid) for pid in (1, 2, 3))
+    store, places = AskedStore(), [own, lost, next_one]
+
+    def has_ended(place: Place) -> bool:
+        return place is lost or (place is next_one and store.is_asked)
+
+    names = RankNames(range(3), 0, 3, store, places, has_ended=has_ended)
+    assert f"of 3: rank 1 ({lost}) closed its connection" in who_closed(names)
+
+
+def test_a_process_that_ended_with_a_report_is_not_named() -> None:
+    own, elsewhere = Place.own(), replace(Place.own(), space="another")
+    gone = replace(own, pid=lost_pid())
+    store, places = HashStore(), [own, elsewhere, gone]
+    RankNames(range(3), 2, 3, store, places).report_stuck("all_reduce")
+    names = RankNames(range(3), 0, 3, store, places)
+    assert f"of 3: rank 1 ({elsewhere}) closed its connection" in who_closed(names)
+
+
 @pytest.mark.parametrize("is_final", [True, False])
 def test_error_that_is_dropped_keeps_nothing_of_the_call(is_final: bool) -> None:
     held: list[weakref.ref[Group]] = []
