@@ -29,6 +29,12 @@ class Faulty(Launched):
         self.wait_until(lambda: all(file.exists() and file.read_text() for file in self._files))
         return [int(file.read_text()) for file in self._files]
 
+    def finish(self, within_s: float) -> None:
+        """What is told of workers that a busy machine is slow to start is no error."""
+        super().finish(within_s)
+        lines = self.errors.splitlines(keepends=True)
+        self.errors = "".join(line for line in lines if not line.startswith("`init` has waited "))
+
 
 @pytest.mark.parametrize(
     ("fault", "error"),
