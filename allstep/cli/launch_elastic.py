@@ -19,6 +19,7 @@ from allstep.cli.run_folder import is_run
 from allstep.cli.store import read_address
 from allstep.cli.worker import read_call
 from allstep.cli.workers import check_min_workers, num_workers_to_start
+from allstep.env import RUN_DIR
 from allstep.errors import UsageError
 from allstep.files import read_json, write_json
 from allstep.train import launcher_lock
@@ -49,7 +50,8 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
         raise UsageError("`elastic` needs `allstep launch` itself as launcher: start it by hand.")
     run_dir: Path | None = known.run_dir
     store = None if known.store is None else read_address(known.store)
-    script = {"command": list(command), "folder": os.getcwd()}
+    told_run_dir = None if run_dir is None else str(run_dir.absolute())
+    script = {"command": list(command), "folder": os.getcwd(), "run_dir": told_run_dir}
     with contextlib.ExitStack() as stack:
         if run_dir is not None:
             if is_run(run_dir):
@@ -103,4 +105,6 @@ def run_script(folder: Path) -> NoReturn:
     os.chdir(script["folder"])
     # As torchrun does; a share of the cores would depend on the number of workers, and so the bits.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    if script["run_dir"] is not None:
+        environ[RUN_DIR] = script["run_dir"]
     os.execve(sys.executable, [sys.executable, *script["command"]], environ)

@@ -210,7 +210,8 @@ def lost_store_told() -> Iterator[None]:
             raise
         raise PeerLostError(
             "The store in which workers find each other is gone: the launcher, or `allstep store`,"
-            f" that serves it has ended. Resume the run from its newest checkpoint. ({error})"
+            " that serves it has ended. Start the run again, from its newest checkpoint if it has"
+            f" one. ({error})"
         ) from error
 
 

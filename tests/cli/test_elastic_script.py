@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from allstep.cli.exits import read_store
+from allstep.cli.main import main
 from tests.helpers import elastic_script
 from tests.helpers.compare import differing_names
 from tests.helpers.joiners import num_joiners
@@ -57,12 +58,17 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_ends_its_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Soon: else they would train on and on."""
-    given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, 1_000_000)
-    launched = Launched("-m", "allstep", "launch", *given)
+    flags = ("--elastic", "--workers", 2, "--run-dir", "run")
+    given = (*flags, "--", SCRIPT, tmp_path, 5, 1_000_000)
+    launched = Launched("-m", "allstep", "launch", *given, cwd=tmp_path)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
     workers = launched.workers()
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    assert "own script" in capsys.readouterr().out
     launched.process.kill()
     launched.process.wait()
     (tmp_path / "goes_on-5").touch()
@@ -70,6 +76,8 @@ def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
         worker.wait(timeout=200)
     assert not list(tmp_path.glob("model-*"))
     assert "The launcher of this worker has ended" in launched.process.communicate()[1]
+    assert main(["why", str(tmp_path / "run")]) == 0
+    assert "The store in which workers find each other is gone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
