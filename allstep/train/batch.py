@@ -164,7 +164,12 @@ class Batch:
             self._gradients.end(self.step)
 
     def backward(
-        self, loss: Tensor, *, weight: float | Tensor | None = None, exchange: bool = True
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        exchange: bool = True,
     ) -> None:
         """Adds this micro-batch's share of the global gradient; exchanges on the last.
 
@@ -173,10 +178,12 @@ class Batch:
 
         Args:
             loss: scalar; the mean over the micro-batch's samples, or with `weight` the sum over
-                its tokens, frames or boxes (a GradScaler's scaled loss is fine).
+                its tokens, frames or boxes.
             weight: how many these are, 0 or more; for every micro-batch of the global batch, or
                 for none. A tensor on a GPU makes the host wait. Where all weights are 0 the
                 gradient is NaN, as the mean over nothing.
+            scaler: by whose scale the gradient is multiplied. `scaler.scale(loss)` does that, too,
+                but then `global_loss` is of scaled losses.
             exchange: False leaves the exchange to the end of the loop over the batch, so that
                 gradients can be looked at before, by `exchange.local_gradients()`, or changed in
                 `p.grad`; exact sums refuse a change.
@@ -199,6 +206,7 @@ class Batch:
         self._gradients.check(self.step)
         self._activity.enter("backward")
         factor = self._take(loss, weight)
+        loss = loss if scaler is None else scaler.scale(loss)
         loss = loss if factor == 1 else loss * factor
         if exchange and micro_batch.is_last and self._exchanges_in_backward:
             self._backward_and_exchange(loss)

@@ -245,6 +245,21 @@ def test_a_scaler_steps_on_a_worker_without_a_micro_batch(how: str) -> None:
         assert found_scale == scale > 64
 
 
+def test_loss_without_the_scale_of_a_scaler() -> None:
+    comm = Communicator.single_process()
+    found = []
+    for scale in (None, 64.0):
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        model = make_model()
+        exchange = allstep.attach(model, comm)
+        batch = next(allstep.steps(make_loader(comm), exchange))
+        for x, y in batch:
+            batch.backward(loss_of(model, x, y), scaler=scaler)
+        assert model.weight.grad is not None
+        found.append((batch.global_loss(), model.weight.grad / (scale or 1)))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
 def test_steps_with_a_sum_policy() -> None:
     def train(comm: Communicator) -> Tensor:
         model = make_model()
