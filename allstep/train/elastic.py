@@ -13,8 +13,10 @@ those of a training that nobody has disturbed.
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ from allstep.train.task import Task, all_stages
 
 # How it shows that a worker was lost; a disagreement is a mistake.
 LOST = (PeerLostError, CollectiveTimeoutError)
+_MOST = 4  # differences that an error names
 
 
 class WorkersWaitError(CommunicationError):
@@ -208,20 +211,34 @@ def admit(comm: Communicator, membership: Membership, training: Mapping[str, obj
         UsageError: if this worker would train something else than those that it wants to join.
     """
     code = {"allstep": __version__, "torch": torch.__version__, "script": _script_digest()}
-    lines = {**code, **training}.items()
-    own = "\n".join(f"{name} {value!r}".replace("\n", " ") for name, value in lines)
+    own = "\n".join(_lines({**code, **training}))
     if not membership.waits:
         membership.begin(comm)
         if comm.rank == 0:
             membership.publish("training", own)
         return
     theirs, ours = membership.read("training").splitlines(), own.splitlines()
-    for their_line, our_line in zip(theirs, ours, strict=False):
-        if their_line != our_line:
-            raise UsageError(
-                f"This worker can't join: it has {our_line}, the others have {their_line}. Start it"
-                " with the same code, recipe and data."
-            )
+    if theirs != ours:
+        own_only = _first_few(line for line in ours if line not in theirs)
+        their_only = _first_few(line for line in theirs if line not in ours)
+        raise UsageError(
+            f"This worker can't join: it has {own_only}, the others have {their_only}. Start it"
+            " with the same code, recipe and data."
+        )
+
+
+def _lines(values: Mapping[str, object], path: str = "") -> Iterator[str]:
+    """One for each value, and for each in those that hold others by name."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{path}{name}: ")
+        else:
+            yield f"{path}{name} {value!r}".replace("\n", " ")
+
+
+def _first_few(lines: Iterable[str]) -> str:
+    some = list(islice(lines, _MOST + 1))
+    return ", ".join(some[:_MOST]) + (", ..." if len(some) > _MOST else "") or "nothing more"
 
 
 def _script_digest() -> str | None:
@@ -239,7 +256,7 @@ def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
     """What must be the same for workers to train a task together."""
     return {
         "Python's class of options": type(options).__qualname__,
-        "options": options,
+        "options": asdict(options),
         "parameters": parameters_of(task.model),
         **{
             f"stages[{n}].{name}": _in_words(getattr(stage, name), options)
@@ -256,9 +273,12 @@ def _in_words(dataset: Dataset[Any], options: TrainOptions) -> tuple[object, obj
     return length, first_samples(dataset, processes, options.seed)
 
 
-def parameters_of(model: nn.Module) -> list[tuple[str, list[int], str]]:
-    """Name, shape and dtype of each."""
-    return [(n, list(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
+def parameters_of(model: nn.Module) -> dict[str, tuple[list[int], str, str]]:
+    """name -> shape, dtype and whether it is trained, of each."""
+    return {
+        name: (list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+        for name, p in model.named_parameters()
+    }
 
 
 def go_on(

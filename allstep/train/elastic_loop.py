@@ -301,8 +301,10 @@ class Elastic:
         return {
             "data and state": self._state.options(),
             "samples": self._loader.first_samples(),
-            "policies": [exchange.policy.in_words for exchange in self._exchanges],
-            "parameters": [parameters_of(exchange.model) for exchange in self._exchanges],
+            **{
+                f"model {n}": {**exchange.policy.in_words, **parameters_of(exchange.model)}
+                for n, exchange in enumerate(self._exchanges)
+            },
             "threads": torch.get_num_threads(),
         }
 

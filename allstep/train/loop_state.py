@@ -80,6 +80,19 @@ class LoopState:
             found.append(whole_tensors(exchange.model, kept))
         return found
 
+    def trained(self) -> list[list[str]]:
+        """The names of those parameters of each model that are not frozen now."""
+        return [
+            [name for name, p in exchange.model.named_parameters() if p.requires_grad]
+            for exchange in self.exchanges
+        ]
+
+    def train_only(self, trained: Iterable[Iterable[str]]) -> None:
+        """Freezes all parameters of the models but those that `trained` gave, which are not."""
+        for exchange, names in zip(self.exchanges, map(set, trained), strict=True):
+            for name, p in exchange.model.named_parameters():
+                p.requires_grad_(name in names)
+
     def part_states(self) -> dict[str, Any]:
         """Name -> state dict of each part."""
         return {name: self._part_state(name) for name in self.parts}
@@ -147,7 +160,8 @@ class LoopState:
             for exchange, stored in zip(self.exchanges, state["exchanges"], strict=True):
                 exchange.load_state_dict(stored)
         for exchange, stored in zip(self.exchanges, state["gradients"] or (), strict=False):
-            parameters = exchange.with_gradients
+            # Those that are trained since `attach`, too, which the exchange does not know yet.
+            parameters = {**dict(exchange.model.named_parameters()), **exchange.with_gradients}
             for name, gradient in stored.items():
                 p = parameters[name]
                 p.grad = gradient.to(p.device)

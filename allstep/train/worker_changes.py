@@ -19,11 +19,12 @@ Workers that join are let in at the start of a step only, where all the others a
 their update: they run the same code from there on.
 """
 
+import logging
 from collections.abc import Mapping
 
 from allstep.comm import Communicator
 from allstep.comm.membership import Membership, regroup
-from allstep.errors import PeerLostError
+from allstep.errors import CheckpointError, DisagreementError, PeerLostError, UsageError
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.elastic import LOST, StepCommit, admit, tell_who_goes_on
 from allstep.train.loop_state import LoopState
@@ -146,12 +147,22 @@ class WorkerChanges:
         """
         if not self.has_changed:
             return
-        if any(member.progress < 0 for member in self._membership.members):
+        is_new, has_new = self.step is None, any(m.progress < 0 for m in self._membership.members)
+        if has_new:
             self._share_state()
         self._state.loader.begin_again(self.between["loader"])
-        for exchange, stored in zip(self._state.exchanges, self.between["exchanges"], strict=True):
-            exchange.begin_again(stored)
-        if self.step is None:
+        try:
+            for exchange, stored in zip(
+                self._state.exchanges, self.between["exchanges"], strict=True
+            ):
+                exchange.begin_again(stored)
+        except DisagreementError as error:
+            if is_new or not has_new:
+                raise
+            if self._comm.rank == 0:
+                logging.getLogger("allstep").info(f"goes on without who joined: {error}")
+            raise PeerLostError("Who joined has something else, and goes.") from error
+        if is_new:
             self.step = self._state.loader.step
         self._comm.barrier()
         self.has_changed = False
@@ -159,14 +170,22 @@ class WorkerChanges:
     def _share_state(self) -> None:
         if self._comm.rank == 0:
             assert self.step is not None
-            send_state(self._comm, self.step, {**self._state.state_dict(), **self.between})
+            state = {**self._state.state_dict(), **self.between, "trained": self._state.trained()}
+            send_state(self._comm, self.step, state)
             return
         received = receive_state(self._comm)
         if self.step is None:
             assert received is not None
             state = received[1]
             self.between = {name: state.pop(name) for name in self.between}
-            self._state.load_state_dict(state)
+            self._state.train_only(state.pop("trained"))
+            try:
+                self._state.load_state_dict(state)
+            except CheckpointError as error:
+                raise UsageError(
+                    "This worker can't join: what the others have, which it reads as it would a"
+                    f" checkpoint, doesn't fit. {error}"
+                ) from error
 
     @property
     def _progress(self) -> int:

@@ -70,6 +70,7 @@ class Loop:
         every: global batches to an update.
         loader_workers: processes of each worker's loader.
         samples: others than all other workers have.
+        trained_from: the epoch from which the first layer is trained.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class Loop:
         every: int = 1,
         loader_workers: int = 0,
         samples: Numbered | None = None,
+        trained_from: int = 0,
     ) -> None:
-        self._every = every
+        self._every, self._trained_from = every, trained_from
         task = same_model.make_task("sgd")
         self.comm, self.model, self._before = comm, task.model, before
+        self.freeze(0)
         self.optimizer = task.optimizer(self.model)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.exchange = allstep.attach(self.model, comm, Synchronous(compression="exact"))
@@ -106,13 +109,19 @@ class Loop:
     def run(self, num_epochs: int = NUM_EPOCHS) -> dict[str, Tensor]:
         """Trains; returns all that has come of it."""
         with self.loader, self.elastic as elastic:
-            for _ in elastic.epochs(num_epochs):
+            for epoch in elastic.epochs(num_epochs):
+                self.freeze(epoch)
                 for batch in allstep.steps(self.loader, self.exchange, elastic=elastic):
                     self._step(batch)
                 self.evaluations.append(elastic.call(self._evaluate))
                 self._before("epoch", self.loader.step)
                 self.scheduler.step()
         return self.result()
+
+    def freeze(self, epoch: int) -> None:
+        """The first layer, for as long as it is not trained."""
+        for p in next(p for m in self.model.modules() if (p := list(m.parameters(recurse=False)))):
+            p.requires_grad_(epoch >= self._trained_from)
 
     def _step(self, batch: allstep.train.Batch) -> None:
         self._before("batch", batch.step)
@@ -730,6 +739,31 @@ def join_with_another_schedule() -> Any:
             pass
 
 
+def join_with_a_frozen_layer() -> Any:
+    with init(device="cpu", timeout_s=30.0) as comm, Loop(comm, trained_from=1).elastic:
+        pass
+
+
+class ExponentialLR(torch.optim.lr_scheduler.ExponentialLR):
+    """Freezes a layer when it is loaded."""
+
+    model: nn.Module
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.model[0].requires_grad_(False)
+
+
+def join_and_freeze() -> Any:
+    with init(device="cpu", timeout_s=30.0) as comm:
+        loop = Loop(comm)
+        scheduler = ExponentialLR(loop.optimizer, 0.9)
+        scheduler.model = loop.model
+        state = {"optimizer": loop.optimizer, "scheduler": scheduler}
+        loop.elastic = allstep.Elastic(loop.loader, loop.exchange, state=state)
+        loop.run()
+
+
 def join_with_other_data() -> Any:
     with init(device="cpu", timeout_s=30.0) as comm:
         samples = Numbered()
@@ -744,6 +778,7 @@ def join_with_other_data() -> Any:
     [
         (join_with_another_schedule, ["LambdaLR", "ExponentialLR"]),
         (join_with_other_data, ["it has samples [('dataset[0]', "]),
+        (join_with_a_frozen_layer, [".weight ([4, 2, 3, 3], 'torch.float64', 'frozen')"]),
     ],
 )
 def test_joining_with_another_script(
@@ -761,3 +796,46 @@ def test_joining_with_another_script(
         goes_on.touch()
         assert ended(workers) == [0]
         check_same(workers.outcomes()[0], undisturbed)
+
+
+@pytest.mark.process
+def test_joining_with_what_only_all_together_notice(
+    tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    """Only that worker ends."""
+    goes_on = tmp_path / "goes_on"
+    arguments = (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)})
+    with contextlib.ExitStack() as stack:
+        workers = started(stack, train, 2, arguments)
+        wait_until(lambda: is_held(goes_on), workers)
+        joiner = started(stack, join_and_freeze, 1, (), joins=workers.store_address)
+        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
+        goes_on.touch()
+        assert (ended(joiner), ended(workers)) == ([1], [0, 0])
+        assert "DisagreementError" in joiner.outcomes()[0].value
+        for rank in (0, 1):
+            check_same(workers.outcomes()[rank], undisturbed)
+
+
+@pytest.mark.process
+def test_joining_where_a_layer_is_trained_by_now(tmp_path: Path) -> None:
+    """What stands before `with` is older than what the others train."""
+    alone = Loop(Communicator.single_process(), trained_from=1).run()
+    goes_on, options = tmp_path / "goes_on", {"trained_from": 1}
+    held = {0: HeldAt("batch", 4, goes_on)}
+    with contextlib.ExitStack() as stack:
+        start = partial(started, stack, train)
+        workers = start(1, (tmp_path, {}, held, allstep.Elastic, options))
+        wait_until(lambda: is_held(goes_on), workers)
+        joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins=workers.store_address)
+        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
+        goes_on.touch()
+        for group in (workers, joiner):
+            assert ended(group) == [0], group.outcomes()[0].value
+            check_same(group.outcomes()[0], alone)
+        assert min(joiner.outcomes()[0].value[1]) >= 5
+
+
+def test_control_of_a_layer_that_is_trained_from_the_start(undisturbed: dict[str, Tensor]) -> None:
+    later = Loop(Communicator.single_process(), trained_from=1).run()
+    assert differing_names(later, undisturbed)
