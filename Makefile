@@ -68,11 +68,11 @@ same-bits: $(VENV)/test.stamp
 	RECIPES="$(RECIPES)" NUM_WORKERS="$(NUM_WORKERS)" $(BIN)/python -m pytest --timeout 14400 \
 		tests/train/test_exact.py -k as_shipped
 
-# The same loops on simulated machines, by so many seeds: kills, stops, joins, cut networks; then with
+# The same loops on simulated machines, by so many seeds from SEED on: kills, stops, joins, cut networks; then with
 # checkpoints on a disk that is full or loses its power.
 simulate: SEEDS := 10000
 simulate: $(VENV)/test.stamp
-	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_simulated_elastic.py \
+	SEED=$(SEED) SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_simulated_elastic.py \
 		tests/train/test_simulated_checkpoints.py --numprocesses $(shell nproc)
 
 # N runs in random order on a busy machine; counts the failures of each test.

@@ -1,7 +1,6 @@
 """Elastic loops whose disk fails: what was saved is there, and to go on from."""
 
 import math
-import os
 
 import pytest
 
@@ -9,11 +8,8 @@ from tests.helpers.simulation.disk import DiskFaults
 from tests.helpers.simulation.faults import Faults
 from tests.helpers.simulation.saving import Promised, SavingSimulation
 from tests.helpers.simulation.scratch import scratch
-from tests.helpers.simulation.seeds import check_checkpoints
+from tests.helpers.simulation.seeds import check_checkpoints, chosen
 from tests.helpers.simulation.volume import Volume
-
-NUM_SEEDS = int(os.environ.get("SEEDS", "24"))  # `make simulate` sets another
-_CHUNK = 50
 
 
 def test_few_seeds() -> None:
@@ -28,9 +24,9 @@ def test_writer_and_reader_sweep_at_once(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, NUM_SEEDS, _CHUNK))
-def test_seeds(start: int) -> None:
-    for seed in range(start, min(start + _CHUNK, NUM_SEEDS)):
+@pytest.mark.parametrize("seeds", chosen(24), ids=str)
+def test_seeds(seeds: range) -> None:
+    for seed in seeds:
         check_checkpoints(seed)
 
 

@@ -1,17 +1,13 @@
 """Elastic loops on simulated machines: whatever happens, one model, each sample once, no hang."""
 
 import math
-import os
 
 import pytest
 
 from tests.helpers.simulation.faults import Faults
 from tests.helpers.simulation.loop import same, undisturbed
-from tests.helpers.simulation.seeds import check_training
+from tests.helpers.simulation.seeds import check_training, chosen
 from tests.helpers.simulation.training import Simulation
-
-NUM_SEEDS = int(os.environ.get("SEEDS", "200"))  # `make simulate` sets another
-_CHUNK = 50
 
 
 def test_few_seeds() -> None:
@@ -25,9 +21,9 @@ def test_worker_that_let_others_in_is_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, NUM_SEEDS, _CHUNK))
-def test_seeds(start: int) -> None:
-    for seed in range(start, min(start + _CHUNK, NUM_SEEDS)):
+@pytest.mark.parametrize("seeds", chosen(200), ids=str)
+def test_seeds(seeds: range) -> None:
+    for seed in seeds:
         check_training(seed)
 
 
