@@ -50,14 +50,14 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
         raise UsageError("`elastic` needs `allstep launch` itself as launcher: start it by hand.")
     run_dir: Path | None = known.run_dir
     store = None if known.store is None else read_address(known.store)
-    told_run_dir = None if run_dir is None else str(run_dir.absolute())
-    script = {"command": list(command), "folder": os.getcwd(), "run_dir": told_run_dir}
+    script: dict[str, Any] = {"command": list(command), "folder": os.getcwd()}
     with contextlib.ExitStack() as stack:
         if run_dir is not None:
             if is_run(run_dir):
                 raise UsageError(f"`run_dir` (={run_dir}) holds a recipe's run; choose another.")
             stack.enter_context(launcher_lock(run_dir))
             write_json(run_dir / _FILE, script)
+            script["run_dir"] = str(run_dir.absolute())
         return _launch(num_workers, script, known.min_workers, run_dir=run_dir, store=store)
 
 
@@ -73,7 +73,7 @@ def join(run_dir: Path, num_workers: int) -> int:
         UsageError: if nobody takes any.
     """
     store = read_store(run_dir)
-    script = read_json(run_dir / _FILE)
+    script = read_json(run_dir / _FILE) | {"run_dir": str(run_dir.absolute())}
     return _launch(num_workers, script, store.min_workers, joins=store.reachable_address())
 
 
@@ -105,6 +105,6 @@ def run_script(folder: Path) -> NoReturn:
     os.chdir(script["folder"])
     # As torchrun does; a share of the cores would depend on the number of workers, and so the bits.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    if script["run_dir"] is not None:
+    if "run_dir" in script:
         environ[RUN_DIR] = script["run_dir"]
     os.execve(sys.executable, [sys.executable, *script["command"]], environ)

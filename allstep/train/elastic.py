@@ -13,10 +13,9 @@ those of a training that nobody has disturbed.
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +217,10 @@ def admit(comm: Communicator, membership: Membership, training: Mapping[str, obj
             membership.publish("training", own)
         return
     theirs, ours = membership.read("training").splitlines(), own.splitlines()
-    if theirs != ours:
-        own_only = _first_few(line for line in ours if line not in theirs)
-        their_only = _first_few(line for line in theirs if line not in ours)
+    if set(theirs) != set(ours):
         raise UsageError(
-            f"This worker can't join: it has {own_only}, the others have {their_only}. Start it"
-            " with the same code, recipe and data."
+            f"This worker can't join: it has {_in_one_only(ours, theirs)}, the others have"
+            f" {_in_one_only(theirs, ours)}. Start it with the same code, recipe and data."
         )
 
 
@@ -236,9 +233,10 @@ def _lines(values: Mapping[str, object], path: str = "") -> Iterator[str]:
             yield f"{path}{name} {value!r}".replace("\n", " ")
 
 
-def _first_few(lines: Iterable[str]) -> str:
-    some = list(islice(lines, _MOST + 1))
-    return ", ".join(some[:_MOST]) + (", ..." if len(some) > _MOST else "") or "nothing more"
+def _in_one_only(lines: list[str], others: list[str]) -> str:
+    """The first of the lines that the others are without."""
+    found = [line for line in lines if line not in others]
+    return ", ".join([*found[:_MOST], *(["..."] if len(found) > _MOST else [])]) or "nothing more"
 
 
 def _script_digest() -> str | None:
@@ -273,11 +271,11 @@ def _in_words(dataset: Dataset[Any], options: TrainOptions) -> tuple[object, obj
     return length, first_samples(dataset, processes, options.seed)
 
 
-def parameters_of(model: nn.Module) -> dict[str, tuple[list[int], str, str]]:
-    """name -> shape, dtype and whether it is trained, of each."""
+def parameters_of(model: nn.Module) -> dict[str, tuple[int, list[int], str, str]]:
+    """name -> place, shape, dtype and whether it is trained, of each."""
     return {
-        name: (list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
-        for name, p in model.named_parameters()
+        name: (place, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+        for place, (name, p) in enumerate(model.named_parameters())
     }
 
 

@@ -517,7 +517,8 @@ def test_joining_with_other_options(tmp_path: Path, undisturbed: Path) -> None:
             assert ended(joiner) == [1]
             message = joiner.outcomes()[0].value
             assert UsageError.__name__ in message
-            assert "seed=12" in message and "seed=11" in message
+            assert "it has options: seed 12" in message
+            assert "the others have options: seed 11" in message
         goes_on.touch()
         assert ended(workers) == [0]
     check_same(run_dir, undisturbed)

@@ -778,7 +778,7 @@ def join_with_other_data() -> Any:
     [
         (join_with_another_schedule, ["LambdaLR", "ExponentialLR"]),
         (join_with_other_data, ["it has samples [('dataset[0]', "]),
-        (join_with_a_frozen_layer, [".weight ([4, 2, 3, 3], 'torch.float64', 'frozen')"]),
+        (join_with_a_frozen_layer, [", [4, 2, 3, 3], 'torch.float64', 'frozen')"]),
     ],
 )
 def test_joining_with_another_script(
