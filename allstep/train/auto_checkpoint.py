@@ -28,8 +28,8 @@ class AutoCheckpoint:
     checkpoint that is whole, if there is one; on any number of workers. All workers make the same
     calls; only rank 0 touches the disk.
 
-    Stored are the models of `exchanges`, what is exchanged late, `state`, the position in the
-    data and the number of the epoch. Random states follow from the loader's seed and these: those
+    Stored are the models of `exchanges`, which of their parameters are frozen, what is exchanged
+    late, `state`, the position in the data and the number of the epoch. Random states follow from the loader's seed and these: those
     in which a micro-batch is run (see `steps`), and one for each epoch, in which the code around
     the steps is run.
 
@@ -222,6 +222,7 @@ class AutoCheckpoint:
         return {
             "options": self._state.options(),
             "models": self._state.models(),
+            "trained": self._state.trained(),
             # of a global batch that no update was made of
             "gradients": self._state.gradients(self._awaits_update) if is_shared else None,
             "state": self._state.part_states() if has_parts else {},

@@ -1,5 +1,6 @@
 """What the next step of a user's own loop depends on: its models, its data, what the user names."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,18 +81,12 @@ class LoopState:
             found.append(whole_tensors(exchange.model, kept))
         return found
 
-    def trained(self) -> list[list[str]]:
-        """The names of those parameters of each model that are not frozen now."""
+    def trained(self) -> list[dict[str, bool]]:
+        """Name -> whether a parameter is trained, rather than frozen; of each model."""
         return [
-            [name for name, p in exchange.model.named_parameters() if p.requires_grad]
+            {name: p.requires_grad for name, p in exchange.model.named_parameters()}
             for exchange in self.exchanges
         ]
-
-    def train_only(self, trained: Iterable[Iterable[str]]) -> None:
-        """Freezes all parameters of the models but those that `trained` gave, which are not."""
-        for exchange, names in zip(self.exchanges, map(set, trained), strict=True):
-            for name, p in exchange.model.named_parameters():
-                p.requires_grad_(name in names)
 
     def part_states(self) -> dict[str, Any]:
         """Name -> state dict of each part."""
@@ -135,6 +130,7 @@ class LoopState:
         return {
             "options": self.options(),
             "models": self.models(),
+            "trained": self.trained(),
             "gradients": self.gradients([True] * len(self.exchanges)),
             "state": self.part_states(),
         }
@@ -148,6 +144,8 @@ class LoopState:
         check_same(state["options"], self.options())
         for exchange, stored in zip(self.exchanges, state["models"], strict=True):
             load_model_state(exchange.model, stored)
+        for exchange, stored in zip(self.exchanges, state["trained"], strict=True):
+            _freeze_others(exchange, stored)
         for name, part in self.parts.items():
             if isinstance(part, Optimizer):
                 load_optimizer_state(part, state["state"][name])
@@ -205,6 +203,23 @@ class BeforeStep:
             p.grad = None if gradient is None else gradient.clone()
 
 
+def _freeze_others(exchange: Exchange, trained: Mapping[str, bool]) -> None:
+    """Has a model train what it trained when the state was taken, where it would have others.
+
+    Those are left as they are that another worker has, with other names.
+    """
+    changed = []
+    for name, p in exchange.model.named_parameters():
+        is_trained = trained.get(name, p.requires_grad)
+        if is_trained != p.requires_grad:
+            p.requires_grad_(is_trained)
+            changed.append(f"`{name}`" + (" is trained" if is_trained else " is frozen"))
+    if changed and exchange.comm.rank == 0:
+        words = ", ".join(changed[:_MOST]) + (", ..." if len(changed) > _MOST else "")
+        logging.getLogger("allstep").info(f"as in the state that is loaded, {words}")
+
+
+_MOST = 4  # parameters that are named
 _MADE_BY = {"checkpoint": "AutoCheckpoint", "elastic": "Elastic"}
 
 

@@ -170,15 +170,13 @@ class WorkerChanges:
     def _share_state(self) -> None:
         if self._comm.rank == 0:
             assert self.step is not None
-            state = {**self._state.state_dict(), **self.between, "trained": self._state.trained()}
-            send_state(self._comm, self.step, state)
+            send_state(self._comm, self.step, {**self._state.state_dict(), **self.between})
             return
         received = receive_state(self._comm)
         if self.step is None:
             assert received is not None
             state = received[1]
             self.between = {name: state.pop(name) for name in self.between}
-            self._state.train_only(state.pop("trained"))
             try:
                 self._state.load_state_dict(state)
             except CheckpointError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -170,6 +170,51 @@ def test_another_number_of_workers_goes_on(num_workers: int, tmp_path: Path) -> 
     for found in run_ranks(num_workers, go_on):
         assert found["steps"][0] == 5
         assert state_difference(found["model"], whole) < 1e-10
+
+
+def thaw(comm: Communicator, run_dir: Path, last_step: int, **options: Any) -> dict[str, Tensor]:
+    """A loop that trains its first layer from the second epoch on; up to a step."""
+    generator = torch.Generator().manual_seed(3)
+    samples = TensorDataset(*(torch.randn(24, n, generator=generator).double() for n in (3, 1)))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange = allstep.attach(model, comm, **options)
+    loader = allstep.data.loader(samples, comm, global_batch=6, micro_batch=2)
+    state = {"optimizer": optimizer}
+    with allstep.AutoCheckpoint(str(run_dir), loader, exchange, state=state) as checkpoint:
+        for epoch in checkpoint.epochs(4):
+            if epoch == 1:
+                model[0].requires_grad_(True)
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                if batch.step == last_step:
+                    raise CrashError
+                for x, y in batch:
+                    batch.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize(
+    "policy", [allstep.Synchronous(), allstep.Synchronous(compression="exact")]
+)
+def test_what_was_frozen_and_is_trained_by_now(
+    policy: allstep.Synchronous, before: int, after: int, tmp_path: Path
+) -> None:
+    """The script has frozen it again before it goes on, and is behind the place that trains it."""
+    whole = thaw(alone(), tmp_path / "whole", -1, policy=policy)
+    with pytest.raises(CrashError):
+        run_ranks(before, lambda comm: thaw(comm, tmp_path / "run", 14, policy=policy))
+    for found in run_ranks(after, lambda comm: thaw(comm, tmp_path / "run", -1, policy=policy)):
+        if policy.compression == "exact":
+            assert differing_names(found, whole) == []
+        else:
+            torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_a_loop_that_restores_the_model_only_differs(tmp_path: Path) -> None:
