@@ -29,9 +29,9 @@ class AutoCheckpoint:
     calls; only rank 0 touches the disk.
 
     Stored are the models of `exchanges`, which of their parameters are frozen, what is exchanged
-    late, `state`, the position in the data and the number of the epoch. Random states follow from the loader's seed and these: those
-    in which a micro-batch is run (see `steps`), and one for each epoch, in which the code around
-    the steps is run.
+    late, `state`, the position in the data and the number of the epoch. Random states follow from
+    the loader's seed and these: those in which a micro-batch is run (see `steps`), and one for each
+    epoch, in which the code around the steps is run.
 
     Args:
         run_dir: the folder; made if missing. With None, as of an option that was not given, the

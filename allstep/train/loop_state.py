@@ -145,7 +145,7 @@ class LoopState:
         for exchange, stored in zip(self.exchanges, state["models"], strict=True):
             load_model_state(exchange.model, stored)
         for exchange, stored in zip(self.exchanges, state["trained"], strict=True):
-            _freeze_others(exchange, stored)
+            _restore_frozen(exchange, stored)
         for name, part in self.parts.items():
             if isinstance(part, Optimizer):
                 load_optimizer_state(part, state["state"][name])
@@ -203,10 +203,10 @@ class BeforeStep:
             p.grad = None if gradient is None else gradient.clone()
 
 
-def _freeze_others(exchange: Exchange, trained: Mapping[str, bool]) -> None:
-    """Has a model train what it trained when the state was taken, where it would have others.
+def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:
+    """Has a model train what it trained when the state was taken.
 
-    Those are left as they are that another worker has, with other names.
+    Parameters that rank 0, which wrote it, has not stay as they are.
     """
     changed = []
     for name, p in exchange.model.named_parameters():
