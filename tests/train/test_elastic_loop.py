@@ -293,12 +293,9 @@ def test_gradients_of_several_batches(tmp_path: Path) -> None:
     options = {"every": 2}
     befores = {0: HeldAt("batch", 4, goes_on), 1: Ends("forward", 5)}
     with contextlib.ExitStack() as stack:
-        start = partial(started, stack, train)
-        workers = start(2, (tmp_path, {}, befores, allstep.Elastic, options))
-        wait_until(lambda: is_held(goes_on), workers)
-        joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins=workers.store_address)
-        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
-        goes_on.touch()
+        arguments = (tmp_path, {}, befores, allstep.Elastic, options)
+        later = partial(train, tmp_path, {}, {}, allstep.Elastic, options)
+        workers, joiner = joined(stack, 2, arguments, later, goes_on)
         assert ended(workers) == [0, -signal.SIGKILL], workers.outcomes()
         assert ended(joiner) == [0], joiner.outcomes()
         outcomes = [workers.outcomes()[0], joiner.outcomes()[0]]
@@ -507,6 +504,22 @@ def started(
 ) -> Workers:
     """Workers that may be lost, until the stack ends."""
     return stack.enter_context(Workers(num_workers, fn, arguments, min_workers=1, **options))
+
+
+def joined(
+    stack: contextlib.ExitStack,
+    num_workers: int,
+    arguments: tuple[Any, ...],
+    joins: Callable[[], Any],
+    goes_on: Path,
+) -> tuple[Workers, Workers]:
+    """Workers that train until one is held, and one that has asked to join them as they go on."""
+    workers = started(stack, train, num_workers, arguments)
+    wait_until(lambda: is_held(goes_on), workers)
+    joiner = started(stack, joins, 1, (), joins=workers.store_address)
+    wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
+    goes_on.touch()
+    return workers, joiner
 
 
 @pytest.mark.process
@@ -806,11 +819,7 @@ def test_joining_with_what_only_all_together_notice(
     goes_on = tmp_path / "goes_on"
     arguments = (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)})
     with contextlib.ExitStack() as stack:
-        workers = started(stack, train, 2, arguments)
-        wait_until(lambda: is_held(goes_on), workers)
-        joiner = started(stack, join_and_freeze, 1, (), joins=workers.store_address)
-        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
-        goes_on.touch()
+        workers, joiner = joined(stack, 2, arguments, join_and_freeze, goes_on)
         assert (ended(joiner), ended(workers)) == ([1], [0, 0])
         assert "DisagreementError" in joiner.outcomes()[0].value
         for rank in (0, 1):
@@ -824,12 +833,9 @@ def test_joining_where_a_layer_is_trained_by_now(tmp_path: Path) -> None:
     goes_on, options = tmp_path / "goes_on", {"trained_from": 1}
     held = {0: HeldAt("batch", 4, goes_on)}
     with contextlib.ExitStack() as stack:
-        start = partial(started, stack, train)
-        workers = start(1, (tmp_path, {}, held, allstep.Elastic, options))
-        wait_until(lambda: is_held(goes_on), workers)
-        joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins=workers.store_address)
-        wait_until(lambda: num_joiners(workers.store_address) == 1, workers)
-        goes_on.touch()
+        arguments = (tmp_path, {}, held, allstep.Elastic, options)
+        later = partial(train, tmp_path, {}, {}, allstep.Elastic, options)
+        workers, joiner = joined(stack, 1, arguments, later, goes_on)
         for group in (workers, joiner):
             assert ended(group) == [0], group.outcomes()[0].value
             check_same(group.outcomes()[0], alone)
