@@ -1,7 +1,7 @@
 """Typed errors; every message names the argument, its value and the cure."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 
@@ -147,6 +147,15 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
             f"`{name}` (={value}) must be a multiple of `{unit_name}` (={unit}); nearest:"
             f" {nearest_multiples(value, unit)}."
         )
+
+
+def first_few(words: Sequence[str], most: int) -> str:
+    """Words for a message, which says so where there are more.
+
+    >>> first_few(["a", "b", "c"], 2), first_few(["a", "b"], 2)
+    ('a, b, ...', 'a, b')
+    """
+    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")
 
 
 def check_positive(name: str, value: float, example: str) -> None:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from allstep.comm.activity import Activity
 from allstep.comm.places import Place
 from allstep.comm.work import ThreadWork
-from allstep.errors import CollectiveTimeoutError, PeerLostError
+from allstep.errors import CollectiveTimeoutError, PeerLostError, first_few
 
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _MOMENT_S = 0.05
@@ -245,7 +245,7 @@ def who_left(names: RankNames, verb: str) -> str:
         # Those who wait for this rank in turn hear of it only when it leaves: don't let them wait.
         missing = find_missing_ranks(names, verb, _MOMENT_S).missing or left  # if none answers
         left = [n for n in gone if n in missing] or names.ended(missing) or list(missing)
-    shown = names.placed_all(left[:_MOST]) + (", ..." if len(left) > _MOST else "")
+    shown = first_few(list(map(names.placed, left)), _MOST)
     return f"one of {shown}" if len(left) > 1 else shown or "another rank"
 
 
@@ -269,7 +269,7 @@ def listed(ranks: Sequence[int]) -> str:
     """>>> listed([1, 3])
     'ranks 1, 3'
     """
-    shown = ", ".join(map(str, ranks[:_MOST])) + (", ..." if len(ranks) > _MOST else "")
+    shown = first_few(list(map(str, ranks)), _MOST)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -38,7 +38,13 @@ from allstep.data import MapLoader
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.processes import LoaderProcesses
 from allstep.data.same_data import first_samples
-from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
+from allstep.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+    UsageError,
+    first_few,
+)
 from allstep.exchange import Exchange
 from allstep.nn import GroupedBatchNorm
 from allstep.torch_classes import is_dtensor
@@ -235,8 +241,7 @@ def _lines(values: Mapping[str, object], path: str = "") -> Iterator[str]:
 
 def _in_one_only(lines: list[str], others: list[str]) -> str:
     """The first of the lines that the others are without."""
-    found = [line for line in lines if line not in others]
-    return ", ".join([*found[:_MOST], *(["..."] if len(found) > _MOST else [])]) or "nothing more"
+    return first_few([line for line in lines if line not in others], _MOST) or "nothing more"
 
 
 def _script_digest() -> str | None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator, divided_modules, fsdp_modules, parts_along_axes
 from allstep.data.batches import GlobalBatchLoader
-from allstep.errors import UsageError
+from allstep.errors import UsageError, first_few
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
 from allstep.train.divided import (
@@ -215,7 +215,7 @@ def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:
             p.requires_grad_(is_trained)
             changed.append(f"`{name}`" + (" is trained" if is_trained else " is frozen"))
     if changed and exchange.comm.rank == 0:
-        words = ", ".join(changed[:_MOST]) + (", ..." if len(changed) > _MOST else "")
+        words = first_few(changed, _MOST)
         logging.getLogger("allstep").info(f"as in the state that is loaded, {words}")
 
 
