@@ -272,7 +272,7 @@ class BucketSet:
                 touched.discard(name)  # autograd knows that it is zero, or it was dropped since
                 continue
             if gradient is not view:
-                if (  # not `has_form_of`: its calls are 2 % of what `attach` adds to the host's time
+                if (  # not `has_form_of`: its calls are 2 % of what `attach` costs the host
                     gradient.shape != shape
                     or gradient.dtype is not dtype
                     or gradient.layout is not torch.strided
