@@ -14,7 +14,7 @@ from allstep.comm.last_state import LastState
 from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
-from allstep.comm.wire import SingleProcessWire
+from allstep.comm.wire import SingleProcessWire, Wire
 from allstep.comm.worker_state import WELL
 from allstep.errors import UsageError, check_positive
 
@@ -50,8 +50,13 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         check_positive("timeout_s", timeout_s, "pass seconds")
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
 
+    def become(self, wire: Wire, topology: Topology) -> None:
+        super().become(wire, topology)
+        if self._last_state is not None:
+            self._last_state.move(wire.names.number, wire.names.size, wire.names.placed)
+
     def keep_last_state(
-        self, run_dir: Path | str, *, notice_s: float = 5.0
+        self, run_dir: Path | str, *, notice_s: float = 5.0, waits: bool = False
     ) -> AbstractContextManager[object]:
         """Keeps a file of what this worker does in a run's folder, which `allstep why` reads.
 
@@ -61,12 +66,14 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         Args:
             run_dir: the run's folder; made if missing.
             notice_s: how long to wait for others before saying so; then twice as long, and so on.
+            waits: whether this worker waits to join others: the file begins when it has a rank.
         """
         if self.activity.on_end is not None:
             return nullcontext()
         names = self.wire.names
+        number, size = (-1, 0) if waits else (names.number, names.size)
         self._last_state = LastState(
-            run_dir, self.activity, names.number, names.size, names.placed, notice_s=notice_s
+            run_dir, self.activity, number, size, names.placed, notice_s=notice_s
         ).start()
         return self._last_state
 

@@ -85,18 +85,20 @@ def init(
     check_positive("timeout_s", timeout_s, "pass seconds")
     if process_group is None and dist.is_initialized():
         process_group = dist.distributed_c10d._get_default_group()
+    joins = False
     if process_group is not None:
         comm = _join_group(_group_of(process_group), device, timeout_s)
     else:
         launch = read_launch()
-        if launch.launcher == "none" or launch.joins:
+        joins = launch.joins
+        if launch.launcher == "none" or joins:
             comm = Communicator.single_process(choose_device(device, 0, 1), timeout_s)
         else:
             comm = _join_launch(launch, device, timeout_s)
     set_up_logging(comm.rank)
     run_dir = run_dir or read_run_dir()
     if run_dir is not None:
-        comm.keep_last_state(run_dir)
+        comm.keep_last_state(run_dir, waits=joins)
     return comm
 
 

@@ -60,7 +60,8 @@ class LastState:
     Args:
         run_dir: the run's folder; made if missing.
         activity: what the worker is doing.
-        number, size: its rank, and how many there are.
+        number, size: its rank, and how many there are; -1 and 0 for a worker that has none yet:
+            its file begins with `move`.
         placed: a rank and where it runs, for messages.
         notice_s: how long to wait before saying so; each time twice as long.
     """
@@ -95,6 +96,26 @@ class LastState:
 
     def start(self) -> Self:
         """Begins the file and its thread."""
+        if self._own.size:
+            self._open()
+        self._activity.on_end = self.end
+        atexit.register(self._end_at_exit)
+        threading.Thread(target=self._watch, name="allstep last state", daemon=True).start()
+        return self
+
+    def move(self, number: int, size: int, placed: Callable[[int], str]) -> None:
+        """Goes on in another rank's file, as one of so many; see the class.
+
+        Whoever had that rank has moved, too, or is gone.
+        """
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._close()
+            self._own, self._placed = replace(self._own, rank=number, size=size), placed
+            self._open()
+
+    def _open(self) -> None:
         with contextlib.suppress(OSError):
             folder = state_folder(self._run_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -109,10 +130,14 @@ class LastState:
         if self._fd is not None and not faulthandler.is_enabled():  # else it is the user's
             faulthandler.enable(self._fd)
             self._has_faults = True
-        self._activity.on_end = self.end
-        atexit.register(self._end_at_exit)
-        threading.Thread(target=self._watch, name="allstep last state", daemon=True).start()
-        return self
+
+    def _close(self) -> None:
+        if self._has_faults:
+            faulthandler.disable()
+            self._has_faults = False
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
 
     def end(self, how: str, message: str = "", trace: str = "") -> None:
         """Says how the worker ends; only the first time, and nothing more is written then.
@@ -132,11 +157,7 @@ class LastState:
                 with contextlib.suppress(OSError):
                     os.write(self._fd, trace.encode(errors="replace")[-_ROOM_BYTES // 4 :])
                     faulthandler.dump_traceback(self._fd)
-            if self._has_faults:
-                faulthandler.disable()
-            if self._fd is not None:
-                os.close(self._fd)
-            self._fd = None
+            self._close()
         self._activity.on_end = None
         atexit.unregister(self._end_at_exit)
 

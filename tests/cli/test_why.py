@@ -360,6 +360,26 @@ def test_fewer_workers_leave_nothing_of_the_others(tmp_path):
     assert [state.rank for state in read_states(tmp_path)] == [0]
 
 
+def test_files_of_workers_that_change(tmp_path):
+    """Of three one is lost; then another joins, which has no file while it waits."""
+    lost, *others = (LastState(tmp_path, Activity(), rank, 3, str).start() for rank in range(3))
+    joiner = LastState(tmp_path, Activity(), -1, 0, str).start()
+    assert [(s.rank, s.size) for s in read_states(tmp_path)] == [(0, 3), (1, 3), (2, 3)]
+    for rank, kept in enumerate(others):
+        kept.move(rank, 2, str)
+    assert [(s.rank, s.size) for s in read_states(tmp_path)] == [(0, 2), (1, 2)]
+    lost.end(FAILED, "it says so in a file that nobody reads any more")
+    for rank, kept in enumerate([*others, joiner]):
+        kept.move(rank, 3, str)
+        kept.end(WELL)
+        kept.move(0, 1, str)  # what has ended stays as it was
+    assert [(s.rank, s.size, s.end) for s in read_states(tmp_path)] == [
+        (0, 3, WELL),
+        (1, 3, WELL),
+        (2, 3, WELL),
+    ]
+
+
 # -- own scripts, with `init(run_dir=...)` -------------------------------------------------------
 
 _SCRIPT = """

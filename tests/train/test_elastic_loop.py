@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import allstep
 from allstep import Communicator, Synchronous, UsageError, init
 from allstep.cli.exits import StoreAddress
-from allstep.comm import Work
+from allstep.comm import WELL, Work, read_states
 from allstep.comm.membership import Membership
 from allstep.comm.reproducible import digits_of
 from allstep.data import GlobalBatch
@@ -183,7 +183,7 @@ def train(
 ) -> tuple[dict[str, Tensor], dict[int, int], int]:
     """What each worker runs: what came of it, attempts by step, and how many calls it made."""
     rank = read_launch().rank
-    with init(device="cpu", timeout_s=30.0) as comm:
+    with init(device="cpu", timeout_s=30.0, run_dir=folder) as comm:
         calls = Calls(dies_at.get(rank))
         try:
             place = folder / f"seen-{os.getpid()}"
@@ -578,6 +578,8 @@ def test_joining(
     ]
     assert all(5 <= min(attempts) <= 6 for attempts in joined), joined  # they have trained
     check_seen_once(tmp_path)
+    left = [(state.rank, state.size, state.end) for state in read_states(tmp_path)]
+    assert left == [(rank, codes.count(0), WELL) for rank in range(codes.count(0))]
 
 
 @pytest.mark.process
