@@ -98,7 +98,7 @@ class Membership:
         try:
             # For as long as the others may wait for this worker it can come back.
             served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise UsageError(
                 f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"
                 " has ended, or this host can't reach it."

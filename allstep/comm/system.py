@@ -4,6 +4,7 @@ Tests hand in another: a simulated one with a clock of its own.
 """
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -95,8 +96,10 @@ class System:
             patience_s: how long a call of it may wait for a host that can't be reached any more.
 
         Raises:
-            RuntimeError: if it doesn't answer.
+            OSError, RuntimeError: if it doesn't answer.
         """
+        # torch's store would try again for most of a minute where nothing listens any more.
+        socket.create_connection((host, port), CONNECT_S).close()
         timeout = timedelta(seconds=CONNECT_S)
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         limit_silence(port, patience_s)

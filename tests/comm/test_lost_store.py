@@ -7,12 +7,15 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.comm.generations import lost_store_told
+from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.comm.work import ThreadWork
-from allstep.errors import PeerLostError
+from allstep.env import Launch
+from allstep.errors import PeerLostError, UsageError
 from tests.helpers.nemesis.disturb import Scene, disturb
 from tests.helpers.nemesis.faults import Fault, Kind
 from tests.helpers.nemesis.hosts import two_hosts
+from tests.helpers.ports import silent_port
 
 
 @pytest.mark.net
@@ -29,3 +32,16 @@ def test_no_call_waits_for_ever(kind: Kind, tmp_path: Path) -> None:
         asked = ThreadWork.start(lambda: store.check(["before"]), "asks")
         with pytest.raises(PeerLostError, match=r"store .* is gone"), lost_store_told():
             asked.wait(timeout_s=20.0)
+
+
+def test_a_worker_that_comes_when_the_run_has_ended_is_told_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """At once: torch's store would try again, and print its own frames."""
+    with silent_port() as port:
+        launch = Launch(
+            "torchrun", 0, 1, 0, 1, 0, 1, "127.0.0.1", port, "job", min_workers=1, joins=True
+        )
+        with pytest.raises(UsageError, match=rf"answers at 127\.0\.0\.1:{port}; it has ended"):
+            Membership(launch, grace_s=1.0)
+    assert capfd.readouterr().err == ""
