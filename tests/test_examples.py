@@ -38,7 +38,8 @@ def test_torchrun_gives_the_same(alone, num_workers):
     assert run(sys.executable, *torchrun, SCRIPT) == alone
 
 
-@pytest.mark.parametrize("package", ["openmpi-bin", pytest.param("mpich", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", mpi.LAUNCHERS)
 def test_mpirun_gives_the_same(alone, package):
     mpirun = mpi.LAUNCHERS[package]
     if mpirun is None:

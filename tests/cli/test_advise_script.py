@@ -216,7 +216,8 @@ def left_over() -> list[Path]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", OF_A_LAUNCHER)
 def test_the_script_is_alone_whoever_started_advise(launcher):
     """It would wait for rank 1 otherwise, and there is none."""
     advise = start("--json", "out.json", **OF_A_LAUNCHER[launcher])

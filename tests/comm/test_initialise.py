@@ -482,7 +482,7 @@ def test_script_under_torchrun():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("package", mpi.LAUNCHERS)
+@pytest.mark.parametrize("package", ["openmpi-bin", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_script_under_mpirun(package):
     mpirun = mpi.LAUNCHERS[package]
     if mpirun is None:

@@ -28,6 +28,7 @@ from allstep.comm import init
 from allstep.env import forget_launch, read_launch
 from allstep.errors import PeerLostError
 from allstep.files import replacing
+from tests.helpers.simulation.scratch import PREFIX
 
 __all__ = [
     "RemoteError",
@@ -41,6 +42,7 @@ __all__ = [
 _PRELOAD = ["tests.helpers.preloaded"]
 
 _GRACE_S = 5.0
+_PATIENCE_S = 240.0  # on a busy machine, too; pytest ends a test after 300
 _SHOW_STACKS = signal.SIGUSR1
 
 
@@ -86,7 +88,7 @@ class Workers(launch.Workers):
         """Sends a signal to some ranks; to all if none is named."""
         self.send(signal_number, *ranks)
 
-    def join(self, timeout_s: float = 60.0) -> list[int | None]:
+    def join(self, timeout_s: float = _PATIENCE_S) -> list[int | None]:
         """Waits until all have ended, and returns their exit codes.
 
         As torchrun does, it kills those who go on some seconds after another has failed: they
@@ -99,7 +101,7 @@ class Workers(launch.Workers):
         self.close()
         return self.exit_codes
 
-    def results(self, timeout_s: float = 60.0) -> list[Any]:
+    def results(self, timeout_s: float = _PATIENCE_S) -> list[Any]:
         """What the ranks returned; RemoteError with the causing traceback if one raised or died."""
         self._wait_for_all(timeout_s)
         outcomes = self.outcomes()
@@ -161,13 +163,15 @@ def start_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float
     return Workers(n, _with_comm, (timeout_s, fn, args))
 
 
-def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_processes(
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = _PATIENCE_S
+) -> list[Any]:
     """Runs `fn(comm, *args)` in n processes and returns the results, by rank."""
     with start_processes(n, fn, *args, timeout_s=timeout_s) as workers:
         return workers.results(timeout_s)
 
 
-def run_script(n: int, script: Path, folder: Path, timeout_s: float = 60.0) -> list[str]:
+def run_script(n: int, script: Path, folder: Path, timeout_s: float = _PATIENCE_S) -> list[str]:
     """Runs a script in a folder, warnings being errors, and returns what each process prints.
 
     Several processes are told what torchrun would tell them, a single one nothing.
@@ -223,4 +227,4 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, log: Path) -> No
 def names_in_dev_shm() -> set[str]:
     """What allstep could have left there; other tests at the same time come and go."""
     names = os.listdir("/dev/shm")
-    return {name for name in names if not name.startswith(("sem.", "torch_"))}
+    return {name for name in names if not name.startswith(("sem.", "torch_", PREFIX))}

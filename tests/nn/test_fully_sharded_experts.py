@@ -163,7 +163,13 @@ def trained_late(comm: Communicator, policy: allstep.Synchronous) -> State:
 
 
 @needs_torch_2_13
-@pytest.mark.parametrize("policy", [allstep.Synchronous(), EXACT], ids=["float", "exact"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(allstep.Synchronous(), marks=pytest.mark.slow, id="float"),
+        pytest.param(EXACT, id="exact"),
+    ],
+)
 def test_experts_that_are_trained_later(policy: allstep.Synchronous) -> None:
     """Also a lone worker's, which are no shards of FSDP2 either."""
     expected = trained_late(Communicator.single_process(), policy)

@@ -300,6 +300,7 @@ def with_policies(comm: Communicator, num_data: int) -> list[Trained]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_policies_along_the_axis_of_data() -> None:
     """Of the bits of workers that each have all stages, and with exact sums of a lone one."""
     whole = run_processes(2, with_policies, 2, timeout_s=240)[0]

@@ -120,7 +120,9 @@ def compare(comm: Communicator, kind: str, names: list[str]) -> dict[str, tuple[
 FASTEST = [name for name in OPTIMIZERS if "True" in name or " " not in name]
 
 
-@pytest.mark.parametrize(("size", "names"), [(2, list(OPTIMIZERS)), (4, FASTEST)])
+@pytest.mark.parametrize(
+    ("size", "names"), [(2, list(OPTIMIZERS)), pytest.param(4, FASTEST, marks=pytest.mark.slow)]
+)
 def test_fully_shard_gives_the_whole_update(size: int, names: list[str]) -> None:
     for found in run_processes(size, compare, "fsdp", names):
         assert list(found) == names

@@ -54,8 +54,14 @@ def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "changes",
-    [{"samples": "paragraphs", "optimizer": "adamw"}, {"objective": "masked", "train_share": 0.13}],
-    ids=["paragraphs", "masked"],
+    [
+        pytest.param(
+            {"samples": "paragraphs", "optimizer": "adamw"},
+            marks=pytest.mark.slow,
+            id="paragraphs",
+        ),
+        pytest.param({"objective": "masked", "train_share": 0.13}, id="masked"),
+    ],
 )
 def test_tensor_parallel_of_other_samples(
     folder: Path, tmp_path: Path, changes: dict[str, Any]
@@ -76,6 +82,7 @@ def test_workers_whose_gradients_are_a_part_do_not_save(folder: Path, tmp_path: 
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) -> None:
     """From a checkpoint of 2x2 in the middle of an epoch, whole; exact sums have the same bits."""
     recipe = small(

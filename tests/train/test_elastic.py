@@ -109,7 +109,7 @@ MOMENTS: dict[str, Mapping[int, Moment]] = {
 }
 
 
-QUICK = ("before the last message", "update", "checkpoint", "meeting again")
+QUICK = ("before the last message", "update", "checkpoint")
 
 
 @pytest.mark.parametrize(

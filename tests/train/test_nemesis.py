@@ -28,7 +28,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nemesis]:
         yield made
 
 
-@pytest.mark.parametrize("workload", [Fit(), OwnLoop()], ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(Fit(), marks=pytest.mark.slow, id="fit"), pytest.param(OwnLoop(), id="own loop")],
+)
 def test_a_worker_is_killed_and_a_link_is_cut_for_a_moment(
     here: Nemesis, workload: Workload
 ) -> None:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MEMORY = "/dev/shm"
+PREFIX = "simulation-"  # of the folders there
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
     """An empty folder, which is deleted afterwards."""
     parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
+    with tempfile.TemporaryDirectory(dir=parent, prefix=PREFIX) as folder:
         yield Path(folder)
