@@ -261,6 +261,7 @@ def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
         "Python's class of options": type(options).__qualname__,
         "options": asdict(options),
         "parameters": parameters_of(task.model),
+        "trained": {name: p.requires_grad for name, p in task.model.named_parameters()},
         **{
             f"stages[{n}].{name}": _in_words(getattr(stage, name), options)
             for n, stage in enumerate(all_stages(task, options))
@@ -276,10 +277,10 @@ def _in_words(dataset: Dataset[Any], options: TrainOptions) -> tuple[object, obj
     return length, first_samples(dataset, processes, options.seed)
 
 
-def parameters_of(model: nn.Module) -> dict[str, tuple[int, list[int], str, str]]:
-    """name -> place, shape, dtype and whether it is trained, of each."""
+def parameters_of(model: nn.Module) -> dict[str, tuple[int, list[int], str]]:
+    """name -> place, shape and dtype of each."""
     return {
-        name: (place, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+        name: (place, list(p.shape), str(p.dtype))
         for place, (name, p) in enumerate(model.named_parameters())
     }
 
