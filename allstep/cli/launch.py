@@ -38,12 +38,13 @@ from allstep.cli.exits import (
 )
 from allstep.cli.interruptible import SIGNALS, signals_handled
 from allstep.cli.worker import log_path, run_forked, write_call
-from allstep.comm import await_others
+from allstep.comm import Place, await_others, note_ended
 from allstep.env import (
     address_towards,
     environment_of_joiner,
     environment_of_worker,
     is_loopback,
+    limit_silence,
     make_room,
 )
 from allstep.train import FAILED, PEER_LOST, REPEAT_S, REPORTED
@@ -54,6 +55,7 @@ _SHUTDOWN_S = 600.0
 _GRACE_S = 30.0  # of the others after one has failed
 _KILLED_S = 10.0
 _STORE_TIMEOUT_S = 300.0
+_SILENCE_S = 60.0  # of another host's store, which is gone then
 _POLL_S = 0.05
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -100,6 +102,7 @@ class Workers:
         host, port = self.store or ("127.0.0.1", 0)
         self.store_address = self.joins or StoreAddress(host, port, uuid.uuid4().hex)
         self._processes: list[_Process] = []
+        self._places: list[Place] = []
         self._cleaned_up: set[int] = set()  # ranks
 
     def start(self) -> Self:
@@ -118,8 +121,7 @@ class Workers:
         self.start_s = time.monotonic()
         write_call(self.folder, self.arguments, None if self.preload else os.getpid())
         size = self.num_workers
-        if self.joins is None:
-            self._open_store()
+        self._open_store()
         make_room(4 * size + 64)  # pipes to workers, and their connections
         address, port, job_id = self.store_address
         for rank in range(size):
@@ -132,13 +134,16 @@ class Workers:
                 environ = environment_of_joiner(environ)
             start = self._fork if self.preload else self._spawn
             self._processes.append(start(rank, environ))
+            self._places.append(Place.of_process(self.pids[rank]))
 
     def _open_store(self) -> None:
         host, port, _ = self.store_address
-        serves, timeout = self.store is None, timedelta(seconds=_STORE_TIMEOUT_S)
-        size = self.num_workers
+        serves = self.store is None and self.joins is None
+        size, timeout = self.num_workers, timedelta(seconds=_STORE_TIMEOUT_S)
         self._store = TCPStore(host, port, size, serves, timeout, wait_for_workers=False)
         self.store_address = self.store_address._replace(port=self._store.port)
+        if not serves:
+            limit_silence(port, _SILENCE_S)
 
     def _fork(self, rank: int, environ: dict[str, str]) -> _Process:
         _CONTEXT.set_forkserver_preload(list(self.preload))
@@ -220,6 +225,16 @@ class Workers:
             return None
         return await_others(self._store, self.store_address.job_id, came, _impatience(came))
 
+    def note_ended(self, rank: int) -> int | None:
+        """Tells the other hosts that a worker has ended, of those that may go on without it.
+
+        Returns:
+            The code that the worker gave as it came to the end of the training, if it did.
+        """
+        with contextlib.suppress(RuntimeError):  # there is no store any more
+            return note_ended(self._store, self.store_address.job_id, self._places[rank])
+        return None
+
     def kill_left_behind(self, rank: int) -> None:
         """Kills what a failed worker has left behind, such as its loader's processes.
 
@@ -290,7 +305,8 @@ def launch_workers(workers: Workers, run_dir: Path | None = None) -> int:
         while not watch.look(_POLL_S):
             pass
         code = None if watch.failed else 0
-        if watch.failed and min_workers is not None:  # others may have come to the end without
+        if watch.failed and min_workers is not None and not watch.failed_behind:
+            # Others may have come to the end without them.
             code = 0 if 0 in workers.exit_codes else workers.await_others(came)
         if code is None and run_dir is not None:
             watch.write_exits(run_dir)
@@ -323,15 +339,19 @@ class Watch:
 
     Attributes:
         failed: ranks, the first first.
+        failed_behind: those of them that had come to the end of a training in which workers may go
+            on without each other; nobody does what their script has still to do.
         killed: ranks that had to be.
     """
 
     def __init__(self, workers: Workers, came: Sequence[int]) -> None:
         self.workers = workers
         self.failed: list[int] = []
+        self.failed_behind: list[int] = []
         self.killed: list[int] = []
         self._came = came
         self._num_sent = 0
+        self._ended: set[int] = set()
         self._deadline_s = math.inf
 
     def look(self, timeout_s: float) -> bool:
@@ -343,11 +363,22 @@ class Watch:
         self.failed += new
         for rank in new:
             workers.kill_left_behind(rank)
-        if workers.min_workers is not None and new and not is_over:
-            _tell_of_lost(workers, new)
+        if workers.min_workers is not None:
+            self._note_ended(codes)
+            lost = [rank for rank in new if rank not in self.failed_behind]
+            if lost and not is_over:
+                _tell_of_lost(workers, lost)
         if not is_over:
             self._end_them()
         return is_over
+
+    def _note_ended(self, codes: Sequence[int | None]) -> None:
+        ended = {rank for rank, code in enumerate(codes) if code is not None} - self._ended
+        self._ended |= ended
+        for rank in sorted(ended):
+            code_at_end = self.workers.note_ended(rank)
+            if codes[rank] and code_at_end is not None and codes[rank] != code_at_end:
+                self.failed_behind.append(rank)
 
     def _end_them(self) -> None:
         """Tells workers to end if they must, and kills them if they have not, long after."""
@@ -376,7 +407,8 @@ class Watch:
         def order(rank: int) -> tuple[bool, bool, bool, int]:
             has_lost_peer = workers.exit_codes[rank] == PEER_LOST
             if workers.min_workers is not None:
-                return (False, False, has_lost_peer, -failed.index(rank))
+                is_behind = rank in self.failed_behind
+                return (not is_behind, False, has_lost_peer, -failed.index(rank))
             has_reported = workers.error_file(rank).is_file()
             return (rank != reported, not has_reported, has_lost_peer, failed.index(rank))
 

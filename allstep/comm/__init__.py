@@ -18,9 +18,11 @@ from allstep.comm.divided import parts_along_axes as parts_along_axes
 from allstep.comm.divided import shards_of as shards_of
 from allstep.comm.divided import stages_of as stages_of
 from allstep.comm.generations import await_others as await_others
+from allstep.comm.generations import note_ended as note_ended
 from allstep.comm.group import Topology as Topology
 from allstep.comm.initialise import init
 from allstep.comm.mesh import Mesh
+from allstep.comm.places import Place as Place
 from allstep.comm.reduce_ops import ReduceOp
 from allstep.comm.wire import Wire as Wire
 from allstep.comm.work import CompletedWork as CompletedWork

@@ -14,6 +14,8 @@ generation. Who holds none, as a worker that waits to join or the launcher, can'
 another host that is lost from one in a long step. So each worker writes a number in the store once
 a second, from a thread; where it stays the same for a minute, the worker counts as ended.
 
+A launcher, which sees its own workers' ends at once, writes them in the store, for other hosts.
+
 A generation has met when all of it have said so, in the store, too. If one ends before, all of them
 make the next one.
 """
@@ -32,7 +34,7 @@ from allstep.errors import CommunicationError, PeerLostError
 POLL_S = 0.01
 SIGN_S = 1.0  # between two signs of life
 _SILENCE_S = 60.0
-_ROOT, _OVER, _STOP, _JOINERS = "allstep/membership", "over", "stop", "joiners"
+_ROOT, _OVER, _STOP, _JOINERS, _ENDED = "allstep/membership", "over", "stop", "joiners", "ended"
 
 
 @dataclass(frozen=True)
@@ -175,19 +177,57 @@ def newest(store: Store, known: int = -1) -> int:
 
 def ask_to_join(store: Store, member: Member) -> None:
     """Says who wants to join, in one message: nobody asks without a name."""
-    store.append(_JOINERS, member.text + "\n")  # type: ignore[attr-defined]  # no stub
+    _append(store, _JOINERS, member.text)
 
 
 def joiners(store: Store) -> list[Member]:
     """All that have ever asked, in the order in which they did."""
-    if not store.check([_JOINERS]):
-        return []
-    return list(map(Member.read, store.get(_JOINERS).decode().splitlines()))
+    return list(map(Member.read, _lines(store, _JOINERS)))
 
 
-def write_end(store: Store, code: int) -> None:
-    """Says that the training is over, and with which code the launcher is to exit."""
-    store.set(_OVER, str(code))
+def write_end(store: Store, place: Place, code: int) -> None:
+    """A worker says that the training is over, and with which code its launcher is to exit."""
+    _append(store, _OVER, f"{code} {process_of(place)}")
+
+
+def codes_at_end(store: Store) -> dict[str, int]:
+    """The code that each worker gave which came to the end, by its process."""
+    lines = (line.partition(" ") for line in _lines(store, _OVER))
+    return {process: int(code) for code, _, process in lines}
+
+
+def note_ended(served: Store, job_id: str, place: Place) -> int | None:
+    """A launcher says that a worker's process has ended.
+
+    Args:
+        served: the store.
+        job_id: of the run.
+        place: where the worker ran.
+
+    Returns:
+        The code that the worker gave with `write_end`; None if it did not.
+    """
+    store = stored_in(served, job_id)
+    _append(store, _ENDED, process_of(place))
+    return codes_at_end(store).get(process_of(place))
+
+
+def noted_ended(store: Store) -> set[str]:
+    """Processes of which launchers have said so."""
+    return set(_lines(store, _ENDED))
+
+
+def process_of(place: Place) -> str:
+    """Unlike any other's, on whatever host."""
+    return f"{place.pid} {place.born} {place.space}"
+
+
+def _append(store: Store, key: str, line: str) -> None:
+    store.append(key, line + "\n")  # type: ignore[attr-defined]  # no stub
+
+
+def _lines(store: Store, key: str) -> list[str]:
+    return store.get(key).decode().splitlines() if store.check([key]) else []
 
 
 def is_over(store: Store) -> bool:
@@ -245,4 +285,4 @@ def await_others(
         if liveness.all_have_ended(present.members):
             break
         time.sleep(POLL_S)
-    return int(store.get(_OVER)) if is_over(store) else None
+    return next(iter(codes_at_end(store).values()), None)

@@ -41,7 +41,6 @@ from allstep.comm.worker_state import (
     state_folder,
     waiting_words,
 )
-from allstep.env import read_stat
 from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
 
 _ROOM_BYTES = 32768
@@ -84,7 +83,7 @@ class LastState:
             host=place.host,
             pid=place.pid,
             space=place.space,
-            born=_own_start(),
+            born=place.born,
             start_s=time.time(),
             metrics={},
         )
@@ -236,13 +235,6 @@ class LastState:
         words = waiting_words(waited_s, others, states, self._placed)
         if words:
             _logger.warning(words)
-
-
-def _own_start() -> str:
-    """Empty where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return read_stat(os.getpid()).start
-    return ""
 
 
 def _rss_bytes() -> int:

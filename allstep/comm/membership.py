@@ -27,6 +27,8 @@ from allstep.comm.generations import (
     joiners,
     lost_store_told,
     newest,
+    noted_ended,
+    process_of,
     signal_to_stop,
     stored_in,
     write_end,
@@ -34,6 +36,7 @@ from allstep.comm.generations import (
 from allstep.comm.group import Topology
 from allstep.comm.initialise import set_up_logging
 from allstep.comm.missing import RankNames
+from allstep.comm.places import Place
 from allstep.comm.system import CONNECT_S, System
 from allstep.comm.wire import SingleProcessWire, Wire
 from allstep.env import Launch
@@ -104,7 +107,9 @@ class Membership:
                 " has ended, or this host can't reach it."
             ) from error
         self._store = stored_in(served, launch.job_id)
-        self._liveness = Liveness(self._store, self._system.has_ended, self._system.now_s)
+        self._ended_elsewhere: set[str] = set()  # processes of other hosts, as their launchers say
+        self._asked_at_s = -_LOOK_S
+        self._liveness = Liveness(self._store, self._has_ended, self._system.now_s)
         self._watched: tuple[Communicator, int] | None = None  # of a generation; once there is one
 
     def begin(self, comm: Communicator) -> None:
@@ -229,7 +234,7 @@ class Membership:
                     give_sign(self._store, self._own, number)
                 if self._end_asked.wait(_LOOK_S):
                     self._end_asked.clear()
-                    write_end(self._store, self._end_code)
+                    write_end(self._store, self._own.place, self._end_code)
                     self._end_told.set()
                 if self._is_over:
                     return
@@ -257,7 +262,8 @@ class Membership:
         if self._has_lost_store or not members or members[0].name != self._own.name:
             return
         signal = signal_to_stop(self._store)
-        self._requests = Requests(generation, bool(self._waiting()), signal)
+        others_wait = not all(self._has_ended(member.place) for member in self._waiting())
+        self._requests = Requests(generation, others_wait, signal)
 
     def _look_after_generation(self) -> None:
         watched = self._watched
@@ -273,7 +279,7 @@ class Membership:
         places = [member.place for member in self.members]
         if generation != self.generation:
             return True
-        if any(map(self._system.has_ended, places)):
+        if any(map(self._has_ended, places)):
             return False
         return self._has_lost_store or not self._store.check([f"{generation + 1}/begun"])
 
@@ -310,7 +316,7 @@ class Membership:
         self._store.set(f"{generation}/came/{self._own.name}", self._own.text)
         deadline_s = self._system.now_s() + self._grace_s
         missing = list(self.members)
-        has_ended = self._system.has_ended
+        has_ended = self._has_ended
         while not self._store.check([key]):
             missing = [m for m in missing if not self._came(generation, m)]
             is_late = self._system.now_s() > deadline_s
@@ -318,6 +324,18 @@ class Membership:
                 self._write_list(generation)
             else:
                 self._system.sleep(POLL_S)
+
+    def _has_ended(self, place: Place) -> bool:
+        """Whether it is known of a place that the process there has ended."""
+        if self._system.has_ended(place):
+            return True
+        if not place.space or place.space == self._own.place.space:
+            return False
+        if self._system.now_s() - self._asked_at_s >= _LOOK_S and not self._has_lost_store:
+            self._asked_at_s = self._system.now_s()
+            with suppress(RuntimeError):  # of a lost store, which the thread sees to
+                self._ended_elsewhere = noted_ended(self._store)
+        return process_of(place) in self._ended_elsewhere
 
     def _came(self, generation: int, member: Member) -> bool:
         return bool(self._store.check([f"{generation}/came/{member.name}"]))
@@ -335,7 +353,8 @@ class Membership:
         elif came[0].progress >= 0:
             # Let in by one that was further, and lost since: nobody is where they would begin.
             came = [member for member in came if member.progress >= 0]
-        new = Generation((*came, *waiting), self._num_seen + len(waiting))
+        alive = (member for member in waiting if not self._has_ended(member.place))
+        new = Generation((*came, *alive), self._num_seen + len(waiting))
         new.write(self._store, generation)
 
     def _waiting(self) -> list[Member]:
@@ -396,8 +415,7 @@ class Membership:
         if size == 1:
             return SingleProcessWire(timeout_s, activity)
         places = [member.place for member in self.members]
-        has_ended = self._system.has_ended
-        names = RankNames(range(size), rank, size, store, places, activity, has_ended)
+        names = RankNames(range(size), rank, size, store, places, activity, self._has_ended)
         deadline_s = self._system.now_s() + 2 * CONNECT_S
         check = partial(self._check_all_there, store, names, deadline_s)
         with lost_store_told():

@@ -1,9 +1,10 @@
 """Where workers run: named in errors, and whether one has ended is looked up."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,12 +23,14 @@ class Place:
         pid: the worker's process.
         space: equal where processes see each other by their ids; empty if nobody knows.
         accelerator: the accelerator that it computes on; empty if that is not known.
+        born: when the process was started, in the system's own count; empty if that is not known.
     """
 
     host: str
     pid: int
     space: str = ""
     accelerator: str = ""
+    born: str = ""
 
     @classmethod
     def own(cls, device: torch.device | None = None) -> "Place":
@@ -36,8 +39,16 @@ class Place:
         Args:
             device: where it computes, if that is known.
         """
-        accelerator = "" if device is None else device_id(device)
-        return cls(socket.gethostname(), os.getpid(), own_space(), accelerator)
+        place = cls.of_process(os.getpid())
+        return place if device is None else replace(place, accelerator=device_id(device))
+
+    @classmethod
+    def of_process(cls, pid: int) -> "Place":
+        """A process's, of this host."""
+        born = ""
+        with contextlib.suppress(OSError):  # where the system does not tell
+            born = read_stat(pid).start
+        return cls(socket.gethostname(), pid, own_space(), born=born)
 
     def __str__(self) -> str:
         """For messages.
@@ -52,11 +63,12 @@ class Place:
         if not self.space or self.space != own_space():
             return False
         try:
-            return read_stat(self.pid).has_ended
+            stat = read_stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return True
         except OSError:
             return False
+        return stat.has_ended or (self.born != "" and stat.start != self.born)
 
 
 def check_own_devices(places: Sequence[Place]) -> None:

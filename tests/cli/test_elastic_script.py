@@ -2,13 +2,15 @@
 
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from allstep.cli.exits import read_store
+from allstep.cli.exits import read_exits, read_store
 from allstep.cli.main import main
 from tests.helpers import elastic_script
 from tests.helpers.compare import differing_names
@@ -54,6 +56,51 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
     for result in results:
         assert differing_names(result, expected) == []
     assert "takes no workers now" in refused("join", str(run_dir))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fails", ["rank 0", pytest.param("all", marks=pytest.mark.slow)])
+def test_a_script_that_fails_behind_the_training(fails: str, tmp_path: Path) -> None:
+    """Nobody does what it has still to do: the launcher exits with its code."""
+    flags = ("--elastic", "--workers", 2, "--run-dir", tmp_path / "run")
+    launched = Launched("-m", "allstep", "launch", *flags, "--", SCRIPT, tmp_path, 100, 1, fails)
+    launched.finish(within_s=200)
+    assert launched.code == 1
+    assert "OSError: no room for the model" in launched.errors
+    assert "the others go on" not in launched.errors
+    exits = read_exits(tmp_path / "run")
+    assert exits is not None
+    assert exits.codes[exits.first] == 1
+    assert len(list(tmp_path.glob("model-*"))) == (1 if fails == "rank 0" else 0)
+
+
+def on_another_host(line: list[str]) -> list[str]:
+    """Where no process of this one is seen."""
+    return ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *line]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_only_worker_of_a_host_is_killed(tmp_path: Path) -> None:
+    """The others learn it from its launcher: they don't wait until the timeout."""
+    if subprocess.run(on_another_host(["true"])).returncode:
+        pytest.skip("needs unshare, and the right to use it")
+    run_dir = tmp_path / "run"
+    flags = ("--elastic", "--workers", 1, "--run-dir", run_dir)
+    launched = Launched("-m", "allstep", "launch", *flags, "--", SCRIPT, tmp_path, "2,5", 3)
+    launched.wait_until(lambda: len(list(tmp_path.glob("held-2-*"))) == 1)
+    joining = Launched("-m", "allstep", "join", run_dir, on=on_another_host)
+    joining.wait_until(lambda: num_joiners(read_store(run_dir).reachable_address()) == 1)
+    (tmp_path / "goes_on-2").touch()
+    launched.wait_until(lambda: len(list(tmp_path.glob("held-5-*"))) == 2)
+    family = psutil.Process(joining.process.pid).children(recursive=True)
+    (killed,) = (process for process in family if str(SCRIPT) in process.cmdline())
+    killed.kill()
+    (tmp_path / "goes_on-5").touch()
+    launched.finish(within_s=100)
+    joining.finish(within_s=100)
+    assert (launched.code, joining.code) == (0, 1), launched.errors + joining.errors
+    assert "1 worker goes on from step 5" in launched.errors
 
 
 @pytest.mark.process

@@ -1,6 +1,7 @@
-"""A user's own script with an elastic loop: `elastic_script.py OUT HELD_AT NUM_EPOCHS`.
+"""A user's own script with an elastic loop: `elastic_script.py OUT HELD_AT NUM_EPOCHS [FAILS]`.
 
-At each step of HELD_AT, such as 5,8, it waits for the file OUT/goes_on-STEP.
+At each step of HELD_AT, such as 5,8, it waits for the file OUT/goes_on-STEP. Those that FAILS
+names, `rank 0` or `all`, fail behind the training.
 """
 
 import os
@@ -15,8 +16,8 @@ import allstep
 from tests.helpers.elastic_workers import wait_for_a_look
 
 
-def main(out: Path, held_at: list[int], num_epochs: int) -> None:
-    comm = allstep.init(device="cpu", timeout_s=60.0)
+def main(out: Path, held_at: list[int], num_epochs: int, fails: str = "") -> None:
+    comm = allstep.init(device="cpu", timeout_s=600.0)
     torch.manual_seed(0)
     samples = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     model = torch.nn.Sequential(
@@ -37,9 +38,11 @@ def main(out: Path, held_at: list[int], num_epochs: int) -> None:
                     batch.backward(torch.nn.functional.mse_loss(model(x), y))
                 optimizer.step()
                 optimizer.zero_grad()
+    if fails in ("all", f"rank {comm.rank}"):
+        raise OSError("no room for the model")
     torch.save(model.state_dict(), out / f"model-{os.getpid()}.pt")
     comm.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), list(map(int, sys.argv[2].split(","))), int(sys.argv[3]))
+    main(Path(sys.argv[1]), list(map(int, sys.argv[2].split(","))), int(sys.argv[3]), *sys.argv[4:])

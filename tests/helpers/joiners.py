@@ -8,7 +8,16 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from allstep.cli.exits import StoreAddress, StoreRecord
 from allstep.cli.store import read_address
-from allstep.comm.generations import Generation, joiners, signal_to_stop, stored_in
+from allstep.comm.generations import (
+    Generation,
+    Member,
+    ask_to_join,
+    joiners,
+    note_ended,
+    signal_to_stop,
+    stored_in,
+)
+from allstep.comm.places import Place
 from allstep.errors import UsageError
 from tests.helpers.ports import silent_port
 
@@ -39,6 +48,13 @@ def answers(address: str) -> bool:
     return False
 
 
+def ask_and_end(address: StoreAddress) -> None:
+    """As a worker of another host that is lost as it waits, and its launcher, do."""
+    place = Place("another host", 7, "another boot")
+    ask_to_join(_opened(address), Member("lost", place))
+    note_ended(_served(address), address.job_id, place)
+
+
 @contextmanager
 def unreachable_store(host: str, *, is_apart: bool) -> Iterator[StoreRecord]:
     """What a run's folder has of a store at which nothing answers."""
@@ -54,6 +70,10 @@ def unreachable_store(host: str, *, is_apart: bool) -> Iterator[StoreRecord]:
 
 
 @lru_cache(maxsize=4)
-def _opened(address: StoreAddress) -> Store:
+def _served(address: StoreAddress) -> Store:
     """Once: after some fifty clients that come and go a TCPStore serves nobody for five seconds."""
-    return stored_in(TCPStore(address.host, address.port), address.job_id)
+    return TCPStore(address.host, address.port)
+
+
+def _opened(address: StoreAddress) -> Store:
+    return stored_in(_served(address), address.job_id)
