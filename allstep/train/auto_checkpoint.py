@@ -9,15 +9,13 @@ from typing import Any, Self
 
 from allstep.comm.agreement import agree
 from allstep.data.batches import GlobalBatchLoader
-from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.random import preserved_random_state
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
 from allstep.train.loop_state import LoopState
 from allstep.train.saver import Saver
 from allstep.train.stop import Interrupts
-
-_EPOCH = 0x65706F6368  # keeps random numbers apart from those that are derived elsewhere
 
 
 class AutoCheckpoint:
@@ -165,10 +163,9 @@ class AutoCheckpoint:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        device = self._comm.device
-        with preserved_random_state(device):
+        with preserved_random_state(self._comm.device):
             while self._epoch < num_epochs and self.interrupted is None:
-                seed_all(derive_seed(self._loader.seed, _EPOCH, self._epoch), device)
+                self._state.seed_epoch(self._epoch)
                 yield self._epoch
                 if self.interrupted is None:
                     self._end_epoch(num_epochs)

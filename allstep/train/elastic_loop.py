@@ -12,6 +12,7 @@ from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.data import GlobalBatch, MapLoader
 from allstep.data.batches import GlobalBatchLoader
+from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.env import Launch, read_launch
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
@@ -85,14 +86,19 @@ class Elastic:
         self._is_entered = self._is_in_epochs = False
         self._is_in_batch = False
         self._is_behind_batch = False  # or behind all of an epoch
+        self._is_in_steps = False
+        self._epoch = 0  # the present one
+        self._was_over = False  # all its steps were made before the state that was loaded
+        self._awaits_update: list[bool] = []  # between two steps: whether gradients are not used
+        self._num_calls = 0  # in this step, or behind an epoch's last
         self._before: list[BeforeStep] = []
 
     def __enter__(self) -> Self:
         if self._is_entered:
             raise UsageError("An Elastic is entered once; make another one.")
         self._is_entered = True
-        if self._changes is not None:
-            self._changes.begin(self._training())
+        if self._changes is not None and self._changes.begin(self._training()):
+            self._was_over = False  # as who joins begins with a step
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -128,9 +134,13 @@ class Elastic:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        while self._loader.epoch < num_epochs:
-            self._is_behind_batch = False
-            yield self._loader.epoch
+        with preserved_random_state(self._state.comm.device):
+            while (epoch := self._loader.epoch - self._was_over) < num_epochs:
+                self._is_behind_batch, self._epoch = False, epoch
+                self._state.seed_epoch(epoch)
+                yield epoch
+                self._was_over = False
+        self._is_behind_batch = True
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Calls what talks to other workers, such as an evaluation; again if one is lost meanwhile.
@@ -154,15 +164,16 @@ class Elastic:
                 "`call` belongs behind the loop over a global batch, or behind that over `steps`."
             )
         changes = self._changes
+        self._num_calls += 1
         if changes is None:
-            return json.loads(_plain(function()))
+            return json.loads(self._found(function))
         text, step, place = None, changes.step, changes.place + 1
         changes.between = self._state.position()
         while text is None:
             changes.enter(step, place)
             try:
                 changes.take_up()
-                found = _plain(function())
+                found = self._found(function)
                 changes.enter(step, place + 1, is_committing=True)
                 self._exchanges[0].comm.barrier()
                 changes.note_committed(found)
@@ -171,8 +182,19 @@ class Elastic:
                 text = changes.text_of_others()
         return json.loads(text)
 
+    def _found(self, function: Callable[[], Any]) -> str:
+        """What it returns, as a text; each attempt draws the same random numbers."""
+        device = self._state.comm.device
+        place = self._loader.step, self._is_in_steps, self._num_calls
+        with preserved_random_state(device):
+            seed_all(derive_seed(self._loader.seed, _CALL, *place), device)
+            return _plain(function())
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for a file; each worker has the same.
+
+        Taken in the loop over `steps`, what follows that loop in the epoch is run by who goes on
+        from it; taken behind that loop it is not: take it at the end of the epoch's body then.
 
         Raises:
             UsageError: before the end of the loop over a batch, which would be left out.
@@ -182,7 +204,12 @@ class Elastic:
                 "`state_dict` comes behind the update: before the end of the loop over a global"
                 " batch, who goes on from it would leave that batch out."
             )
-        return {**self._state.state_dict(), **self._state.position()}
+        awaits_update = self._awaits_update or [x.awaits_update for x in self._exchanges]
+        return {
+            **self._state.state_dict(awaits_update),
+            **self._state.position(),
+            "is_over": self._is_in_steps and self._loader.epoch != self._epoch,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, on any number of workers; before it is entered.
@@ -196,6 +223,7 @@ class Elastic:
                 "`load_state_dict` comes before `with`: a worker that joins runs it too."
             )
         self._state.load_state_dict(state)
+        self._was_over = state["is_over"]
 
     # -- what `steps` asks for -------------------------------------------------------------------
 
@@ -203,7 +231,7 @@ class Elastic:
         """Checks what `steps` was given.
 
         Raises:
-            UsageError: if it is not the same, or outside of `epochs`.
+            UsageError: if it is not the same, outside of `epochs`, or twice in one epoch.
         """
         self._state.check_given("elastic", loader, exchanges)
         if not self._is_in_epochs:
@@ -211,18 +239,28 @@ class Elastic:
                 "`elastic` must know the epoch in which a worker joins: put `steps` in `for epoch"
                 " in elastic.epochs(n):`, in `with Elastic(…) as elastic:`."
             )
+        if self._loader.epoch != self._epoch and not self._was_over:
+            raise UsageError(
+                "A second loop over `steps` began in one epoch of `elastic.epochs`; each epoch has"
+                " one."
+            )
 
     def global_batches(self) -> Iterator[GlobalBatch]:
         """The rest of the epoch; workers are let in before each."""
-        epoch = self._loader.epoch
-        while self._loader.epoch == epoch:
+        self._is_in_steps = True
+        while self._loader.epoch == self._epoch:
             self._begin_step()
             self._is_in_batch = True
             yield next(self._loader.global_batches())
+        self._is_in_steps, self._is_behind_batch, self._num_calls = False, True, 0
+
+    def after_step(self) -> None:
+        """The turn of a global batch is over, and so is what the user does behind it."""
+        self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
 
     def _begin_step(self) -> None:
         self._state.refuse_left_out()
-        self._is_behind_batch = False
+        self._is_behind_batch, self._awaits_update, self._num_calls = False, [], 0
         self._before.clear()
         changes = self._changes
         if changes is None:
@@ -322,6 +360,9 @@ def loop_membership(launch: Launch, grace_s: float, system: System | None = None
         lets_in=lambda progress: progress % PLACES == 0,
         system=system,
     )
+
+
+_CALL = 0x63616C6C  # keeps random numbers apart, of what `Elastic.call` calls
 
 
 def _plain(found: object) -> str:

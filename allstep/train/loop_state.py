@@ -1,7 +1,7 @@
 """What the next step of a user's own loop depends on: its models, its data, what the user names."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator, divided_modules, fsdp_modules, parts_along_axes
 from allstep.data.batches import GlobalBatchLoader
+from allstep.data.random import derive_seed, seed_all
 from allstep.errors import UsageError, first_few
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
@@ -68,6 +69,10 @@ class LoopState:
         kinds = {name: type(part).__name__ for name, part in self.parts.items()}
         return {**self.loader.options(), "state": kinds, "exchanges": len(self.exchanges)}
 
+    def seed_epoch(self, epoch: int) -> None:
+        """Sets the random states of an epoch's code around `steps`, whoever runs it, and when."""
+        seed_all(derive_seed(self.loader.seed, _EPOCH, epoch), self.comm.device)
+
     def models(self) -> list[dict[str, Any]]:
         """Their state dicts. Collective if a model is divided, as what follows."""
         return [whole_tensors(x.model, x.model.state_dict()) for x in self.exchanges]
@@ -125,13 +130,17 @@ class LoopState:
             "exchanges": exchanges,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """What every worker has of it by itself, but for `position`; with exact sums all."""
+    def state_dict(self, are_kept: Sequence[bool] | None = None) -> dict[str, Any]:
+        """What every worker has of it by itself, but for `position`; with exact sums all.
+
+        Args:
+            are_kept: of which models gradients are; None for all.
+        """
         return {
             "options": self.options(),
             "models": self.models(),
             "trained": self.trained(),
-            "gradients": self.gradients([True] * len(self.exchanges)),
+            "gradients": self.gradients(are_kept or [True] * len(self.exchanges)),
             "state": self.part_states(),
         }
 
@@ -220,6 +229,7 @@ def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:
 
 
 _MOST = 4  # parameters that are named
+_EPOCH = 0x65706F6368  # keeps random numbers apart from those that are derived elsewhere
 _MADE_BY = {"checkpoint": "AutoCheckpoint", "elastic": "Elastic"}
 
 

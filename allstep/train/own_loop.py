@@ -203,6 +203,8 @@ def _steps(
                 times = exchanges[0].stragglers.own_times = batch.times
                 activity.note_times(times.data_s, times.compute_s, times.wait_s)
                 _follow_shares(loader, exchanges[0])
+                if elastic is not None:
+                    elastic.after_step()
                 if checkpoint is not None and checkpoint.after_step():
                     break
             finally:

@@ -59,34 +59,46 @@ class WorkerChanges:
         self.between = state.position()
         self._last: tuple[str, str] | None = None  # what was committed last, by its name
 
-    def begin(self, training: Mapping[str, object]) -> None:
+    def begin(self, training: Mapping[str, object]) -> bool:
         """Meets the first workers, or joins those that are there. Collective.
 
         Args:
             training: what must be the same for workers to train together.
+
+        Returns:
+            Whether this worker joins.
 
         Raises:
             UsageError: if it is not.
             PeerLostError: if nobody is left to join.
         """
         admit(self._comm, self._membership, training)
-        if self._membership.waits:
+        joins = self._membership.waits
+        if joins:
             self.change()
             self.be_ready()
         self.step = self._state.loader.step
+        return joins
 
     def end(self) -> None:
         """All have come to the end. Collective."""
-        while True:
+        while not self._all_have_met():
             try:
-                self.take_up()
-                self._comm.barrier()
-                break
-            except LOST:
-                if self._membership.is_over:  # for the others it is
-                    break
                 self.change()
+            except PeerLostError:  # of too few, where the others have ended by now
+                if not self._membership.is_over:
+                    raise
+                break
         self._membership.end()
+
+    def _all_have_met(self) -> bool:
+        """Whether all are here, or have been: for some the training may be over already."""
+        try:
+            self.take_up()
+            self._comm.barrier()
+        except LOST:
+            return self._membership.is_over
+        return True
 
     def leave(self) -> None:
         """This worker trains no more; the others go on."""

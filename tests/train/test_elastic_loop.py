@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -41,7 +42,7 @@ from tests.helpers.elastic_workers import (
     is_held,
     wait_until,
 )
-from tests.helpers.joiners import has_generation, num_joiners
+from tests.helpers.joiners import ask_and_end, has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.ranks import run_ranks
 
@@ -103,6 +104,7 @@ class Loop:
         self.elastic = kind(self.loader, self.exchange, state=state)
         self.losses: dict[int, float] = {}
         self.evaluations: list[dict[str, float]] = []
+        self.drawn: list[float] = []  # random numbers, for an epoch and in what is called behind it
         self.attempts: dict[int, int] = {}
         self._seen = seen
 
@@ -111,9 +113,11 @@ class Loop:
         with self.loader, self.elastic as elastic:
             for epoch in elastic.epochs(num_epochs):
                 self.freeze(epoch)
+                self.drawn.append(random.random())
                 for batch in allstep.steps(self.loader, self.exchange, elastic=elastic):
                     self._step(batch)
                 self.evaluations.append(elastic.call(self._evaluate))
+                self.drawn.append(self.evaluations[-1]["drawn"])
                 self._before("epoch", self.loader.step)
                 self.scheduler.step()
         return self.result()
@@ -144,12 +148,13 @@ class Loop:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.losses[batch.step], self.attempts[batch.step] = batch.global_loss(), batch.attempt
+        self._before("behind the update", batch.step)
 
     def _evaluate(self) -> dict[str, float]:
         self._before("evaluation", self.loader.step)
         task, size = same_model.make_task("sgd"), same_model.MICRO_BATCH
         evaluator = allstep.Evaluator(task.metrics, task.test_set, self.comm, micro_batch=size)
-        return evaluator(self.model)
+        return {"drawn": random.random(), **evaluator(self.model)}
 
     def result(self) -> dict[str, Tensor]:
         momenta = self.optimizer.state_dict()["state"]
@@ -180,15 +185,19 @@ def train(
     befores: Mapping[int, Callable[[str, int], None]],
     kind: type[allstep.Elastic] = allstep.Elastic,
     options: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[dict[str, Tensor], dict[int, int], int]:
-    """What each worker runs: what came of it, attempts by step, and how many calls it made."""
+) -> tuple[dict[str, Tensor], dict[int, int], int, list[float]]:
+    """What each worker runs.
+
+    Returns:
+        What came of it, attempts by step, how many calls it made, and what it has drawn.
+    """
     rank = read_launch().rank
     with init(device="cpu", timeout_s=30.0, run_dir=folder) as comm:
         calls = Calls(dies_at.get(rank))
         try:
             place = folder / f"seen-{os.getpid()}"
             loop = Loop(comm, place, befores.get(rank, lambda place, step: None), kind, **options)
-            return loop.run(), loop.attempts, calls.count
+            return loop.run(), loop.attempts, calls.count, loop.drawn
         finally:
             sys.setprofile(None)
 
@@ -207,6 +216,15 @@ def train_alone(every: int = 1) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Tensor]:
     return train_alone()
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[float]:
+    """By a lone worker."""
+    loop = Loop(Communicator.single_process())
+    loop.run()
+    assert len(set(loop.drawn)) == 2 * NUM_EPOCHS
+    return loop.drawn
 
 
 def samples_by_step(folder: Path) -> dict[int, list[int]]:
@@ -263,7 +281,9 @@ QUICK = ("forward", "last message", "update", "evaluation", "meeting again")
 @pytest.mark.parametrize(
     "moment", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS]
 )
-def test_killed_in(moment: str, tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+def test_killed_in(
+    moment: str, tmp_path: Path, undisturbed: dict[str, Tensor], drawn: list[float]
+) -> None:
     dies_at, befores = MOMENTS[moment]
     with Workers(4, train, (tmp_path, dies_at, befores), min_workers=1) as workers:
         codes, outcomes = ended(workers), workers.outcomes()
@@ -271,6 +291,7 @@ def test_killed_in(moment: str, tmp_path: Path, undisturbed: dict[str, Tensor]) 
     assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in range(4)], outcomes
     for rank in set(range(4)) - victims:
         check_same(outcomes[rank], undisturbed)
+        assert outcomes[rank].value[3] == drawn
     check_seen_once(tmp_path)
 
 
@@ -541,7 +562,11 @@ def joined(
     ],
 )
 def test_joining(
-    place: str, dies: str | None, tmp_path: Path, undisturbed: dict[str, Tensor]
+    place: str,
+    dies: str | None,
+    tmp_path: Path,
+    undisturbed: dict[str, Tensor],
+    drawn: list[float],
 ) -> None:
     """Two join two, after the step at one of whose places these are held."""
     goes_on = tmp_path / "goes_on"
@@ -573,6 +598,8 @@ def test_joining(
         assert code in (0, -signal.SIGKILL), outcome.value
         if code == 0:
             check_same(outcome, undisturbed)
+            own = outcome.value[3]  # of who joins, from the present epoch on
+            assert own == drawn[-len(own) :]
     joined = [
         outcome.value[1] for code, outcome in zip(codes[2:], outcomes[2:], strict=True) if code == 0
     ]
@@ -653,6 +680,53 @@ def test_going_on_from_a_file(tmp_path: Path, undisturbed: dict[str, Tensor]) ->
     assert differing_names(result, {n: undisturbed[n] for n in result}) == []
     with pytest.raises(UsageError, match="`load_state_dict` comes before `with`"):
         resumed.elastic.load_state_dict({})
+
+
+class StoppedError(Exception):
+    """In place of a process's end."""
+
+
+@pytest.mark.parametrize("step", [5, 7])  # in an epoch, and its last
+@pytest.mark.parametrize("place", ["in the update", "behind the update"])
+def test_going_on_from_a_file_of_a_step(
+    place: str, step: int, undisturbed: dict[str, Tensor], drawn: list[float]
+) -> None:
+    """Gradients that were used don't count again; what follows `steps` in the epoch is run."""
+    states: list[dict[str, Any]] = []
+
+    def keep(*_: Any) -> None:
+        states.append(pickle.loads(pickle.dumps(loop.elastic.state_dict())))
+
+    def keep_and_stop(at: str, number: int) -> None:
+        if at == "behind the update":
+            if place == at:
+                keep()
+            if number == step:
+                raise StoppedError
+
+    loop = Loop(Communicator.single_process(), before=keep_and_stop)
+    if place == "in the update":  # before `zero_grad`
+        loop.optimizer.register_step_post_hook(keep)
+    with pytest.raises(StoppedError):
+        loop.run()
+    resumed = Loop(Communicator.single_process())
+    resumed.elastic.load_state_dict(states[-1])
+    result = resumed.run()
+    assert list(resumed.losses) == list(range(step + 1, NUM_STEPS))
+    assert differing_names(result, {n: undisturbed[n] for n in result}) == []
+    assert resumed.drawn == drawn[-len(resumed.drawn) :]
+    assert len(resumed.evaluations) == 2
+
+
+def test_going_on_from_a_file_of_the_end(tmp_path: Path) -> None:
+    """What is called behind all epochs can be had again."""
+    loop = Loop(Communicator.single_process())
+    loop.run()
+    resumed = Loop(Communicator.single_process())
+    resumed.elastic.load_state_dict(loop.elastic.state_dict())
+    with resumed.elastic as elastic:
+        assert list(elastic.epochs(NUM_EPOCHS)) == []
+        assert elastic.call(resumed._evaluate)["accuracy"] == loop.evaluations[-1]["accuracy"]
 
 
 def lone(policy: allstep.ExchangePolicy | None = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -736,6 +810,17 @@ def test_what_is_used_in_another_way() -> None:
         elastic.__enter__()
 
 
+def test_a_second_loop_in_one_epoch() -> None:
+    loader, exchange, state = lone()
+    with allstep.Elastic(loader, exchange, state=state) as elastic:
+        for _ in elastic.epochs(2):
+            for batch in allstep.steps(loader, exchange, elastic=elastic):
+                for x, y in batch:
+                    batch.backward((exchange.model(x) - y).square().mean())
+            with pytest.raises(UsageError, match="A second loop over `steps`"):
+                next(iter(allstep.steps(loader, exchange, elastic=elastic)))
+
+
 def test_a_launcher_that_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     loader, exchange, state = lone()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a")):
@@ -752,11 +837,6 @@ def join_with_another_schedule() -> Any:
         state = {"optimizer": loop.optimizer, "scheduler": loop.scheduler}
         with allstep.Elastic(loop.loader, loop.exchange, state=state):
             pass
-
-
-def join_with_a_frozen_layer() -> Any:
-    with init(device="cpu", timeout_s=30.0) as comm, Loop(comm, trained_from=1).elastic:
-        pass
 
 
 class ExponentialLR(torch.optim.lr_scheduler.ExponentialLR):
@@ -793,7 +873,6 @@ def join_with_other_data() -> Any:
     [
         (join_with_another_schedule, ["LambdaLR", "ExponentialLR"]),
         (join_with_other_data, ["it has samples [('dataset[0]', "]),
-        (join_with_a_frozen_layer, [", [4, 2, 3, 3], 'torch.float64', 'frozen')"]),
     ],
 )
 def test_joining_with_another_script(
@@ -829,14 +908,30 @@ def test_joining_with_what_only_all_together_notice(
 
 
 @pytest.mark.process
-def test_joining_where_a_layer_is_trained_by_now(tmp_path: Path) -> None:
+def test_a_worker_that_ended_as_it_waited(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    """On another host, whose launcher says so: nobody waits for it."""
+    goes_on = tmp_path / "goes_on"
+    with Workers(2, train, (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)}), min_workers=1) as own:
+        wait_until(lambda: is_held(goes_on), own)
+        ask_and_end(own.store_address)
+        goes_on.touch()
+        assert ended(own) == [0, 0], own.outcomes()
+        assert not has_generation(own.store_address, 1)
+        for rank in (0, 1):
+            check_same(own.outcomes()[rank], undisturbed)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("trained_from", [1, 0])  # 0: as it comes of a state that is loaded
+def test_joining_where_a_layer_is_trained_by_now(trained_from: int, tmp_path: Path) -> None:
     """What stands before `with` is older than what the others train."""
     alone = Loop(Communicator.single_process(), trained_from=1).run()
     goes_on, options = tmp_path / "goes_on", {"trained_from": 1}
     held = {0: HeldAt("batch", 4, goes_on)}
     with contextlib.ExitStack() as stack:
         arguments = (tmp_path, {}, held, allstep.Elastic, options)
-        later = partial(train, tmp_path, {}, {}, allstep.Elastic, options)
+        own = {"trained_from": trained_from}
+        later = partial(train, tmp_path, {}, {}, allstep.Elastic, own)
         workers, joiner = joined(stack, 1, arguments, later, goes_on)
         for group in (workers, joiner):
             assert ended(group) == [0], group.outcomes()[0].value
