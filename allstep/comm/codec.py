@@ -5,7 +5,7 @@ that name no code to run, and whose contents are checked before numpy or torch s
 """
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -20,12 +20,14 @@ from allstep.comm.layout import bytes_of, dtype_name, dtype_of_name
 from allstep.errors import CommunicationError, UsageError
 
 _TUPLE, _INT, _SET, _FROZENSET, _ARRAY, _SCALAR, _TENSOR, _ORDERED_DICT, _COMPLEX = range(1, 10)
-_STORED_TENSOR = 10
+_STORED_TENSOR, _COUNTER = 10, 11
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8(\[\w+\])?)")
 _KNOWN = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, "
     "numpy arrays and scalars, CPU tensors"
 )
+
+DICTS = (dict, OrderedDict, Counter)  # classes that are encoded, and no others that inherit them
 
 Store = Callable[[Tensor], str]
 Load = Callable[[str], Tensor]
@@ -35,8 +37,8 @@ def encode(obj: Any, store: Store | None = None) -> bytes:
     """Encodes plain data; see [Note: safe encoding].
 
     Args:
-        obj: None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, set,
-            numpy arrays and scalars, CPU tensors, nested as you like.
+        obj: None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, Counter,
+            set, numpy arrays and scalars, CPU tensors, nested as you like.
         store: takes each tensor of `obj`, in its order, and returns a name that the bytes hold in
             its place; by default they hold its values.
 
@@ -105,6 +107,8 @@ def _plain(obj: Any, store: Store | None) -> tuple[int, Any]:
         return _SET if kind is set else _FROZENSET, list(obj)
     if kind is OrderedDict:
         return _ORDERED_DICT, [list(item) for item in obj.items()]
+    if kind is Counter:
+        return _COUNTER, dict(obj)
     if kind is complex:
         return _COMPLEX, [obj.real, obj.imag]
     if kind is np.ndarray or isinstance(obj, np.generic):
@@ -168,6 +172,7 @@ _RESTORERS: dict[int, Callable[[Any], Any]] = {
     _SET: set,
     _FROZENSET: frozenset,
     _ORDERED_DICT: OrderedDict,
+    _COUNTER: Counter,
     _COMPLEX: lambda parts: complex(*parts),
     _ARRAY: _array,
     _SCALAR: lambda content: _array(content)[()],

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
+from allstep.comm.codec import DICTS
 from allstep.device import copy_stream, current_stream, has_streams, lend_to_current_stream
 
 
@@ -26,7 +27,8 @@ def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
         del fields["batch_sizes"]
         return data._replace(**map_tensors(fields, function))
     if isinstance(data, Mapping):
-        return {key: map_tensors(value, function) for key, value in data.items()}
+        kind: Any = type(data) if type(data) in DICTS else dict
+        return kind({key: map_tensors(value, function) for key, value in data.items()})
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(value, function) for value in data))
     if isinstance(data, (list, tuple)):

@@ -1,14 +1,13 @@
 """A state as bytes and a flat dict of tensors; `pieces.Selection` is the way back."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from allstep.comm.codec import encode
+from allstep.comm.codec import DICTS, encode
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor
 from allstep.train.pieces import as_stored, is_reserved, name_suffix
@@ -91,21 +90,21 @@ def _with_stand_ins(state: Any) -> Any:
     """The state with tensors in place of divided ones, for the codec."""
     if isinstance(state, DividedTensor):
         return torch.empty(0)
-    if type(state) in (dict, OrderedDict):
-        return type(state)((key, _with_stand_ins(value)) for key, value in state.items())
+    if type(state) in DICTS:
+        return type(state)({key: _with_stand_ins(value) for key, value in state.items()})
     if type(state) in (list, tuple):
         return type(state)(map(_with_stand_ins, state))
     return state
 
 
 def _leaves(state: Any) -> Iterator[tuple[_Path, Any]]:
-    """What is in dicts, lists and tuples, in their order, with its path."""
+    """What is in the dicts, lists and tuples that are encoded, in their order, with its path."""
     waiting: list[tuple[_Path, Any]] = [((), state)]
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, dict):
+        if type(value) in DICTS:
             children = list(value.items())
-        elif isinstance(value, (list, tuple)):
+        elif type(value) in (list, tuple):
             children = list(enumerate(value))
         else:
             yield path, value

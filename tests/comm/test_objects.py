@@ -4,7 +4,7 @@ import contextlib
 import math
 import pickle
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 
 import msgpack
 import numpy as np
@@ -38,6 +38,7 @@ objects = st.recursive(
         | st.dictionaries(keys, inner)
         | st.sets(st.integers() | st.text())
         | st.frozensets(st.integers())
+        | st.lists(st.integers() | st.text()).map(Counter)
     ),
     max_leaves=10,
 )
@@ -171,7 +172,7 @@ class Dangerous:
     [
         (Dangerous(), "Dangerous, which cannot be sent; send plain data"),
         ([{"x": lambda: 0}], "builtins.function"),
-        (Counter("aab"), "collections.Counter"),
+        (defaultdict(int), "collections.defaultdict"),
         (np.array([Dangerous()]), "dtype object"),
         (np.zeros(2, dtype=[("a", "i4")]), "dtype .*cannot be sent"),
         (torch.ones(2).to_sparse(), "sparse.*to_dense"),

@@ -157,6 +157,43 @@ def test_several_models_optimizers_schedules_and_a_scaler_go_on(tmp_path: Path) 
         assert str(found["parts"]) == str(whole["parts"])
 
 
+@pytest.mark.parametrize("kind", ["alone", "in a sequence", "in a chain"])
+def test_a_schedule_by_milestones_goes_on(kind: str, tmp_path: Path) -> None:
+    samples = TensorDataset(torch.arange(8.0).view(4, 2) / 8)
+
+    def life(run_dir: Path, stop: int | None = None) -> list[float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
+        schedule: Any = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], 0.1)
+        if kind == "in a sequence":
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, schedule], [3])
+        if kind == "in a chain":
+            schedule = torch.optim.lr_scheduler.ChainedScheduler([constant, schedule])
+        exchange = allstep.attach(model, alone())
+        loader = allstep.data.loader(samples, alone(), global_batch=2, micro_batch=2)
+        state = {"optimizer": optimizer, "schedule": schedule}
+        rates = []
+        checkpoint = allstep.AutoCheckpoint(run_dir, loader, exchange, state=state, every_steps=1)
+        with checkpoint:
+            for _ in checkpoint.epochs(4):
+                for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                    for (x,) in batch:
+                        batch.backward(model(x).square().mean())
+                    if batch.step == stop:
+                        raise CrashError
+                    optimizer.step()
+                    schedule.step()
+                    rates += schedule.get_last_lr()
+        return rates
+
+    whole = life(tmp_path / "whole")
+    for stop in (1, 4):
+        with pytest.raises(CrashError):
+            life(tmp_path / str(stop), stop)
+        assert life(tmp_path / str(stop)) == whole[stop:]
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_another_number_of_workers_goes_on(num_workers: int, tmp_path: Path) -> None:
     def begin(comm: Communicator) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
-from allstep.train.checkpoint import Checkpoints
+from allstep.train.checkpoint import Checkpoints, receive_state, send_state
 from allstep.train.disk import Disk
 from allstep.train.fitting import load_model_state, load_optimizer_state
 from allstep.train.packing import pack
@@ -135,6 +135,22 @@ def test_checkpoint_of_sets_tuple_keys_and_deep_nesting(tmp_path: Path) -> None:
     assert _round_trip(tmp_path, state) == state
 
 
+def test_dicts_keep_their_class(tmp_path: Path) -> None:
+    state = {"counts": Counter({30: 1, 80: 2}), "names": OrderedDict(b=torch.ones(1), a=2)}
+
+    def given(comm: Communicator) -> list[Any]:
+        checkpoints = Checkpoints(tmp_path, comm)
+        checkpoints.save(1, state)
+        if comm.rank == 0:
+            send_state(comm, 1, state)
+        sent = [] if comm.rank == 0 else [receive_state(comm)]
+        return [*sent, checkpoints.load_latest(), checkpoints.load_latest(lambda whole: whole)]
+
+    for _, found in (x for ranks in run_ranks(2, given) for x in ranks):
+        assert found == state
+        assert [type(found[name]) for name in state] == [Counter, OrderedDict]
+
+
 def nested(depth: int) -> Any:
     state: Any = 0
     for _ in range(depth):
@@ -148,6 +164,8 @@ def nested(depth: int) -> Any:
         ({"loader": {"seen": {object()}}}, r"builtins\.set at `loader/seen`"),
         ([object()], r"builtins\.object at `0`"),
         ({"x": {True: [range(3)]}}, r"builtins\.range at `x/True/0`"),
+        ({"x": [defaultdict(int, a=1)]}, r"collections\.defaultdict at `x/0`"),
+        ({"x": torch.ones(2).max(0)}, r"torch\.return_types\.max at `x`"),
         ({"m": torch.eye(2).to_sparse()}, r"sparse_coo tensor .* at `m`"),
         ({"m": torch.empty(2, device="meta")}, r"on meta at `m`"),
         (nested(2000), "nesting 500 levels"),
