@@ -218,7 +218,7 @@ class _StreamParts(IterableDataset[_Part]):
         num_slots: of all workers.
         micro_batch: samples of a slot.
         is_sharded: whether this worker's stream is its own.
-        drop_last: of a sharded stream, leave out the last part if it is incomplete.
+        drop_last: leave an incomplete micro-batch out, and of a sharded stream the part with it.
         seed: start of the samples' random states.
         collate: samples -> micro-batch.
         epoch: passes over the stream before this one.
@@ -248,23 +248,19 @@ class _StreamParts(IterableDataset[_Part]):
         samples = islice(self._samples(), self.num_skipped, None)
         for number in count():
             is_mine = number % num_readers == reader
-            num_samples, local_samples = 0, []
-            for sample in islice(samples, self.num_slots * self.micro_batch):
-                if is_mine and num_samples // self.micro_batch in self.slots:
-                    local_samples.append(sample)
-                num_samples += 1
-            if num_samples == 0:
+            part = self._part(samples, range(self.num_slots), self.slots if is_mine else range(0))
+            if part.num_samples == 0:
                 return
             if is_mine:
-                yield self._part(num_samples, local_samples)
+                yield part
 
     def _sharded(self, reader: int) -> Iterator[_Part]:
         num_wanted = len(self.slots) * self.micro_batch
         samples = self._samples(self.slots.start, reader)
-        while local_samples := list(islice(samples, num_wanted)):
-            if self.drop_last and len(local_samples) < num_wanted:
+        while (part := self._part(samples, self.slots, self.slots)).num_samples:
+            if self.drop_last and part.num_samples < num_wanted:
                 return
-            yield self._part(len(local_samples), local_samples)
+            yield part
 
     def _samples(self, *salt: int) -> Iterator[Any]:
         """The samples, each drawn with a random state of its own."""
@@ -283,16 +279,24 @@ class _StreamParts(IterableDataset[_Part]):
                 raise
             yield sample
 
-    def _part(self, num_samples: int, local_samples: list[Any]) -> _Part:
-        cut = (
-            local_samples[start : start + self.micro_batch]
-            for start in range(0, len(local_samples), self.micro_batch)
-        )
-        micro_batches = [
-            (slot, len(samples), self.collate(samples))
-            for slot, samples in zip(self.slots, cut, strict=False)
-        ]
-        return _Part(num_samples, micro_batches)
+    def _part(self, samples: Iterator[Any], slots: range, own: range) -> _Part:
+        """The next samples, as many as fill some slots, of which its own are collated.
+
+        Each behind its last sample, before the next one is read: a collate function that draws
+        does so from the state that this sample left, whoever has the other slots.
+        """
+        total, micro_batches = 0, []
+        for slot in slots:
+            of_slot = islice(samples, self.micro_batch)
+            local_samples = list(of_slot) if slot in own else []
+            num_samples = len(local_samples) or sum(1 for _ in of_slot)
+            total += num_samples
+            is_short = num_samples < self.micro_batch
+            if local_samples and not (is_short and self.drop_last):
+                micro_batches.append((slot, num_samples, self.collate(local_samples)))
+            if is_short:
+                break
+        return _Part(total, micro_batches)
 
 
 def _with_own_random_state(parts: Iterator[_Part]) -> Iterator[_Part]:

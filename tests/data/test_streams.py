@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
 
 import allstep
 from allstep import Communicator
@@ -258,6 +258,20 @@ class DrawsAtTheStart(Stream):
 
 def test_what_is_drawn_at_the_start_is_the_same() -> None:
     assert equal(on_workers(1, DrawsAtTheStart(4)), on_workers(3, DrawsAtTheStart(4)))
+
+
+def noisy(samples: list[Any]) -> list[Tensor]:
+    """Draws for the micro-batch as a whole, as one that masks words does."""
+    return [draw(), default_collate(samples)[1]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_collate_function_draws_is_the_same(num_workers: int) -> None:
+    reference = on_workers(1, num_epochs=2, collate_fn=noisy)
+    found = on_workers(3, num_epochs=2, collate_fn=noisy, num_workers=num_workers)
+    assert equal(found, reference)
+    drawn = [tuple(numbers.tolist()) for numbers, _ in reference.values()]
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_replicated_streams_that_differ() -> None:
