@@ -66,7 +66,8 @@ def loader(
         A loader for `allstep.steps`.
 
     Raises:
-        UsageError: if an argument is out of range or doesn't fit the others.
+        UsageError: if an argument is out of range or doesn't fit the others; later, if a stream
+            gives no global batch in an epoch.
         DisagreementError: if workers give different data or cut it in different ways.
 
     Example:

@@ -45,6 +45,8 @@ class StreamLoader(GlobalBatchLoader):
     replicated one can be resumed on any number of workers; a sharded one, within an epoch, only
     on the same number with the same batches.
 
+    An epoch without a global batch is refused, as of a stream that can be read only once.
+
     A replicated stream's short last batch has its micro-batches where a whole one has them,
     instead of sharing them out evenly: a worker need not keep samples that may become its own.
     """
@@ -138,6 +140,8 @@ class StreamLoader(GlobalBatchLoader):
         num_samples = self._num_agreed(part, counts)
         if num_samples == 0 or (self._drop_last and num_samples < self.global_batch):
             self.close()
+            if self._epoch_steps == 0:
+                raise self._nothing_given(num_samples)
             self._epoch, self._epoch_samples, self._epoch_steps = self._epoch + 1, 0, 0
             return None
         self._ahead = self._read()
@@ -192,6 +196,16 @@ class StreamLoader(GlobalBatchLoader):
                 cure='Give all workers the same stream, or say `stream="sharded"`.',
             )
         return int(largest)
+
+    def _nothing_given(self, num_samples: int) -> UsageError:
+        """Why an epoch has no step."""
+        left_out = " (`drop_last` leaves out a short one)" if self._drop_last else ""
+        return UsageError(
+            f"`dataset` (a {type(self._parts.dataset).__name__}) gave {num_samples} samples in"
+            f" epoch {self._epoch}, and no global batch of {self.global_batch}{left_out}: nothing"
+            " would be trained. Have each `iter(dataset)` begin anew, with more samples, or take"
+            " fewer epochs."
+        )
 
     def _may_end_short(self) -> bool:
         return not self._drop_last

@@ -1,5 +1,6 @@
 """Streams: the same contents on any number of workers, uneven ends, resume, disagreement."""
 
+import re
 from typing import Any
 
 import pytest
@@ -134,7 +135,6 @@ def uneven(comm: Communicator, lengths: tuple[int, ...], **changes: Any) -> Any:
         ((0, 7, 50), [8, 7] + [4] * 10 + [2]),
         ((8, 8), [8, 8]),
         ((1, 0, 0, 0), [1]),
-        ((0, 0), []),
     ],
 )
 def test_uneven_sharded_streams_end_together(lengths: tuple[int, ...], expected: list[int]) -> None:
@@ -328,8 +328,48 @@ def test_pin_memory_reaches_the_micro_batches_of_a_stream(
     assert [micro.data.is_pinned for micro in batch.micro_batches] == [True] * 4
 
 
-def test_an_empty_stream_is_an_empty_epoch() -> None:
-    assert on_workers(2, Stream(0), num_epochs=2) == {}
+class ReadOnce(Stream):
+    """Keeps its iterator, as one over a file that is open."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self._own = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self._own
+
+
+@pytest.mark.parametrize("stream", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("kind", "num_samples", "drop_last", "message"),
+    [
+        (Stream, 0, False, r"`dataset` \(a Stream\) gave 0 samples in epoch 0.*begin anew"),
+        (Stream, 7, True, r"no global batch of 32 \(`drop_last` leaves out a short one\)"),
+        (ReadOnce, 4, False, r"\(a ReadOnce\) gave 0 samples in epoch 1"),
+    ],
+)
+def test_an_epoch_without_a_step(
+    kind: type[Stream], num_samples: int, drop_last: bool, message: str, stream: str
+) -> None:
+    def read(comm: Communicator) -> str:
+        changes: dict[str, Any] = {"stream": stream, "global_batch": 32, "drop_last": drop_last}
+        loader = make_loader(comm, kind(num_samples), **changes)
+        with pytest.raises(UsageError) as caught:
+            while loader.epoch < 2:
+                contents(loader)
+        return str(caught.value)
+
+    for told in run_ranks(2, read):
+        assert re.search(message, told)
+
+
+def test_a_resumed_epoch_may_have_no_step_left() -> None:
+    loader = make_loader(Communicator.single_process(), global_batch=NUM_SAMPLES + 2)
+    next(loader.global_batches())
+    again = make_loader(Communicator.single_process(), global_batch=8)
+    again.load_state_dict(loader.state_dict())
+    assert contents(again) == {}
+    assert again.epoch == 1
 
 
 def test_plain_loop() -> None:
