@@ -34,6 +34,13 @@ def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> An
         raise
 
 
+def begin_epoch(dataset: Dataset[Any], seed: int, epoch: int, *salt: int) -> None:
+    """Tells a data set that shuffles itself the epoch; what it draws follows from that."""
+    seed_all(derive_seed(seed, epoch, -1, *salt))
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+
+
 class FetchMicroBatch(Dataset[Any]):
     """A data set of micro-batches: its keys are (epoch, indices of samples).
 
@@ -41,14 +48,24 @@ class FetchMicroBatch(Dataset[Any]):
         dataset: map-style.
         seed: of the samples' random states.
         collate_fn: samples -> micro-batch; torch's default when None.
+        tells_epoch: whether the data set is told each epoch that begins.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Collate | None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        collate_fn: Collate | None,
+        *,
+        tells_epoch: bool = False,
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._collate = collate_fn or default_collate
         # Tensors are indexed in one go: nothing in them can be random.
         self._tensors = tensors_of(dataset) if collate_fn is None else None
+        self._tells_epoch = tells_epoch
+        self._told_epoch: int | None = None  # of this process's copy of the data set
 
     def __getitem__(self, key: Key) -> Any:
         epoch, indices = key
@@ -63,6 +80,9 @@ class FetchMicroBatch(Dataset[Any]):
             return self._collate_samples(epoch, indices)
 
     def _collate_samples(self, epoch: int, indices: Sequence[int] | NDArray[np.int64]) -> Any:
+        if self._tells_epoch and epoch != self._told_epoch:
+            begin_epoch(self._dataset, self._seed, epoch)
+            self._told_epoch = epoch
         return self._collate(
             [fetch_sample(self._dataset, self._seed, epoch, int(index)) for index in indices]
         )

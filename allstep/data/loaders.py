@@ -44,7 +44,8 @@ def loader(
     sample), so that random transforms draw the same on any number of workers and processes.
 
     Args:
-        dataset: map-style, or an IterableDataset (a stream).
+        dataset: map-style, or an IterableDataset (a stream). If it has `set_epoch`, that is called
+            as each epoch begins, in each process that reads; else it must stay as it is.
         comm: the workers that share the data.
         global_batch: samples of one optimizer step, over all workers.
         micro_batch: samples that go through the model at once; divides `global_batch`.

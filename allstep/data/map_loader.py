@@ -44,7 +44,7 @@ class MapLoader(GlobalBatchLoader):
             drop_last=cutting.drop_last,
         )
         self._dataset = dataset
-        self._fetch = FetchMicroBatch(dataset, cutting.seed, cutting.collate_fn)
+        self._fetch = FetchMicroBatch(dataset, cutting.seed, cutting.collate_fn, tells_epoch=True)
         self._rest: Iterator[MicroBatch] = iter(())  # of the batch that was handed out last
         self.position = 0
 

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from allstep.comm import Communicator, Work
 from allstep.comm.agreement import agree
 from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
-from allstep.data.fetch import RANDOM_STATE_LOCK, Collate
+from allstep.data.fetch import RANDOM_STATE_LOCK, Collate, begin_epoch
 from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError
@@ -278,9 +278,7 @@ class _StreamParts(IterableDataset[_Part]):
 
     def _samples(self, *salt: int) -> Iterator[Any]:
         """The samples, each drawn with a random state of its own."""
-        if hasattr(self.dataset, "set_epoch"):  # streams that shuffle themselves often have it
-            self.dataset.set_epoch(self.epoch)
-        seed_all(derive_seed(self.seed, self.epoch, -1, *salt))
+        begin_epoch(self.dataset, self.seed, self.epoch, *salt)
         stream = iter(self.dataset)
         for index in count():
             seed_all(derive_seed(self.seed, self.epoch, index, *salt))

@@ -14,7 +14,7 @@ from allstep import Communicator
 from allstep.comm.threads import run_ranks  # samples draw from the process's own states
 from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import UsageError
-from tests.data.sets import Augmented, Content, Seat, contents, draw, equal, indices, union
+from tests.data.sets import Augmented, Content, Seat, contents, draw, equal, indices, samples, union
 from tests.helpers.processes import run_processes
 
 NUM_SAMPLES = 22  # two global batches of 4 micro-batches of 2, and one of 3 micro-batches
@@ -67,6 +67,33 @@ def test_same_contents_on_ranks_that_are_processes(num_workers: int) -> None:
 def test_same_contents_on_ranks_that_are_threads() -> None:
     parts = run_ranks(3, lambda comm: contents(make_loader(comm)))
     assert equal(union(parts), on_workers(1))
+
+
+class Shuffling(Augmented):
+    """Another order in each epoch, which it draws itself."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first, self.order = 100 * epoch, torch.randperm(NUM_SAMPLES)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return draw(), self.first + int(self.order[index])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_set_is_told_the_epoch(num_workers: int) -> None:
+    def read(loader: Any, *epochs: int) -> list[Content]:
+        with loader:
+            found = [contents(loader) for _ in epochs]
+        for epoch, content in zip(epochs, found, strict=True):
+            seen = samples(content)
+            assert seen == list(range(100 * epoch, 100 * epoch + NUM_SAMPLES))
+        return found
+
+    whole = read(make_loader(dataset=Shuffling()), 0, 1, 2)
+    found = read(loader := make_loader(dataset=Shuffling(), num_workers=num_workers), 0, 1)
+    assert all(map(equal, found, whole))
+    loader.load_state_dict({"samples": NUM_SAMPLES, "steps": 3})
+    assert all(map(equal, read(loader, 1, 2), whole[1:]))
 
 
 class Unseeded(Dataset[tuple[Tensor, int]]):
