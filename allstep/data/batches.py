@@ -83,9 +83,9 @@ class GlobalBatchLoader(ABC):
 
     def __init__(self, comm: Communicator, cutting: Cutting) -> None:
         self.comm = comm
-        self.global_batch = cutting.global_batch
-        self.micro_batch = cutting.micro_batch
-        self.seed = cutting.seed
+        self.global_batch = int(cutting.global_batch)  # it may be numpy's
+        self.micro_batch = int(cutting.micro_batch)
+        self.seed = int(cutting.seed)
         self.step = 0
         self.shares = cutting.shares
         self._drop_last = cutting.drop_last

@@ -37,14 +37,14 @@ class MapLoader(GlobalBatchLoader):
             )
         self._sampler = GlobalBatchSampler(
             len(dataset),
-            global_batch=cutting.global_batch,
-            micro_batch=cutting.micro_batch,
-            seed=cutting.seed,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            seed=self.seed,
             shuffle=shuffle,
             drop_last=cutting.drop_last,
         )
         self._dataset = dataset
-        self._fetch = FetchMicroBatch(dataset, cutting.seed, cutting.collate_fn, tells_epoch=True)
+        self._fetch = FetchMicroBatch(dataset, self.seed, cutting.collate_fn, tells_epoch=True)
         self._rest: Iterator[MicroBatch] = iter(())  # of the batch that was handed out last
         self.position = 0
 

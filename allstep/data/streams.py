@@ -60,7 +60,7 @@ class StreamLoader(GlobalBatchLoader):
         is_sharded: bool,
     ) -> None:
         super().__init__(comm, cutting)
-        global_batch, micro_batch = cutting.global_batch, cutting.micro_batch
+        global_batch, micro_batch = self.global_batch, self.micro_batch
         num_slots = self.num_micro_batches
         if is_sharded and num_slots < comm.size:
             raise UsageError(
@@ -83,7 +83,7 @@ class StreamLoader(GlobalBatchLoader):
             micro_batch=micro_batch,
             is_sharded=is_sharded,
             drop_last=cutting.drop_last,
-            seed=cutting.seed,
+            seed=self.seed,
             collate=cutting.collate_fn or default_collate,
         )
         self._ahead: tuple[_Part, Work[Tensor]] | None = None

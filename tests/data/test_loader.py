@@ -1,7 +1,9 @@
 """The loader of map-style sets: the same contents on any number of workers, from any position."""
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,18 @@ from allstep import Communicator
 from allstep.comm.threads import run_ranks  # samples draw from the process's own states
 from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import UsageError
-from tests.data.sets import Augmented, Content, Seat, contents, draw, equal, indices, samples, union
+from tests.data.sets import (
+    Augmented,
+    Content,
+    Seat,
+    Stream,
+    contents,
+    draw,
+    equal,
+    indices,
+    samples,
+    union,
+)
 from tests.helpers.processes import run_processes
 
 NUM_SAMPLES = 22  # two global batches of 4 micro-batches of 2, and one of 3 micro-batches
@@ -284,6 +297,20 @@ def test_after_an_error_the_order_is_kept(num_workers: int) -> None:
         with pytest.raises(FileNotFoundError):
             contents(loader)
         assert indices(contents(loader)) == [[16, 17], [18, 19], [20, 21]]
+
+
+@pytest.mark.parametrize("dataset", [Augmented(6), Stream(6)])
+def test_numbers_of_numpy_become_pythons(dataset: Dataset[Any]) -> None:
+    four, two, five = map(np.int64, (4, 2, 5))
+    loader = make_loader(
+        Communicator.single_process(), dataset, global_batch=four, micro_batch=two, seed=five
+    )
+    for batch in loader.global_batches():
+        numbers = (batch.num_samples, batch.num_micro_batches, batch.position)
+        assert [type(number) for number in numbers] == [int] * 3
+        list(batch.micro_batches)
+    assert all(type(number) is int for number in loader.state_dict().values())
+    assert json.loads(json.dumps(loader.options())) == loader.options()
 
 
 def test_plain_loop() -> None:
