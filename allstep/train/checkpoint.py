@@ -15,7 +15,13 @@ from torch import Tensor
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree, digest_bytes, explain
 from allstep.comm.layout import dtype_name, dtype_of_name
-from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
+from allstep.errors import (
+    AllstepError,
+    CheckpointError,
+    DisagreementError,
+    UsageError,
+    check_integer,
+)
 from allstep.exchange.state_sweep import tensor_checksums
 from allstep.train.disk import LOCAL_DISK, Disk
 from allstep.train.dtensors import divide_dtensors
@@ -71,7 +77,7 @@ class Checkpoints:
         disk: what writes.
 
     Raises:
-        UsageError: if `keep` is below 1.
+        UsageError: if `keep` is no whole number, or below 1.
 
     Example:
         >>> import tempfile
@@ -91,8 +97,7 @@ class Checkpoints:
         message_bytes: int = FILE_BYTES,
         disk: Disk = LOCAL_DISK,
     ) -> None:
-        if keep < 1:
-            raise UsageError(f"`keep` (={keep}) must be at least 1; 2 or more is safer.")
+        check_integer("keep", keep, cure="2 or more is safer")
         self.folder = Path(folder)
         self._comm = comm
         self._keep = keep
@@ -132,10 +137,12 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
-            UsageError: if `state` holds what can't be stored.
+            UsageError: if `step` is no whole number of 0 or more, or if `state` holds what can't be
+                stored.
             CheckpointError: if it can't be written; older ones are untouched.
             DisagreementError: on every worker, if their tensors differ.
         """
+        check_integer("step", step, 0)
         path = self.path(step)
         self._write(path, step, state)
         if self._comm.rank == 0:
@@ -153,6 +160,7 @@ class Checkpoints:
         Returns:
             The checkpoint's folder.
         """
+        check_integer("step", step, 0)
         self._write(self.best_path, step, state)
         return self.best_path
 
@@ -168,7 +176,7 @@ class Checkpoints:
         write_checkpoint(
             path,
             state,
-            step=step,
+            step=int(step),  # it may be numpy's
             file_bytes=self._message_bytes,
             disk=self._disk,
             comm=self._comm,

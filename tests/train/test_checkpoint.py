@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -216,8 +217,24 @@ def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
     assert checkpoints.saved_steps() == [40, 30]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
     assert loaded_step(tmp_path) == 40
-    with pytest.raises(UsageError, match=r"`keep` \(=0\)"):
-        Checkpoints(tmp_path, Communicator.single_process(), keep=0)
+    for keep in (0, 2.5, None):
+        with pytest.raises(UsageError, match=rf"`keep` \(={keep}\)"):
+            Checkpoints(tmp_path, Communicator.single_process(), keep=keep)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [-1, True, 2.0, None])
+def test_a_step_that_could_not_be_found_again(step: Any, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    for save in (checkpoints.save, checkpoints.save_best):
+        with pytest.raises(UsageError, match=rf"`step` \(={step}\) must be"):
+            save(step, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_of_numpy(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    checkpoints.save(np.int64(3), {})  # type: ignore[arg-type]
+    assert checkpoints.load_latest() == (3, {})
 
 
 def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
