@@ -90,7 +90,7 @@ class Losses:
             self._note_kind(is_sum=True)
             self._exchanges[0].batch.weighing.add(weight)
             self._weight, factor = weight, self.sum_factor
-        self._found.append((loss.detach(), factor, weight or 0.0))
+        self._found.append((loss.detach().reshape(()), factor, weight or 0.0))
         return factor
 
     def local_sums(self, device: torch.device) -> Tensor:

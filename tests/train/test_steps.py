@@ -555,6 +555,17 @@ def test_global_loss_is_that_of_the_whole_batch(size: int) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_loss_may_have_dims() -> None:
+    model = make_model()
+    exchange = allstep.attach(model, Communicator.single_process())
+    found = []
+    for batch in allstep.steps(make_loader(exchange.comm, global_batch=NUM_SAMPLES), exchange):
+        for x, y in batch:
+            batch.backward(loss_of(model, x, y).reshape(1, 1))
+        found.append(batch.global_loss())
+    assert found == pytest.approx([loss_of(model, *make_set().tensors).item()], rel=1e-12)
+
+
 class SGLD(torch.optim.SGD):
     """Langevin dynamics: noise in each step; and a third of the weights is drawn anew at times."""
 
