@@ -224,7 +224,8 @@ class ParameterAveraging:
             f"{name} {key}": value
             for name, p in parameters.items()
             for key, value in self._optimizer.state.get(p, {}).items()
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape
+            if isinstance(value, Tensor) and value.shape == p.shape
+            if value.is_floating_point() or value.is_complex()
         }
         everyones = set.intersection(*map(set, self._comm.all_gather_object(list(moments))))
         shared = {name: moment for name, moment in moments.items() if name in everyones}

@@ -218,6 +218,23 @@ def test_moments_by_choice() -> None:
     assert differs(alone, expected, by=1e-6)
 
 
+class ComplexLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+def test_complex_moments() -> None:
+    start, batches = ComplexLinear(), torch.randn(9, SIZE, 4, 5)
+    rounds = {"sync_every": 3, "average_optimizer_state": True}
+    expected = simulate(start, batches, OPTIMIZERS["adamw"], **rounds)
+    for actual in run(start, batches, OPTIMIZERS["adamw"], **rounds):
+        assert_same(actual, expected)
+
+
 def test_moments_that_a_worker_does_not_have_yet_stay_local() -> None:
     start, batches = mlp(), torch.randn(2, SIZE, 4, 5)
     rounds = {
