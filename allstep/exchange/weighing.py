@@ -64,11 +64,16 @@ class Weighing:
         """A loss that was a sum.
 
         Raises:
-            UsageError: if the weight can't be one.
+            UsageError: if the weight can't be one, or the sum of them.
         """
         check_weight(weight)
         self.has_sums = True
         self.units += int(math.ldexp(weight, _UNIT_BITS))
+        if self.units >> (7 * NUM_WEIGHT_DIGITS):
+            raise UsageError(
+                f"`weight` (={weight}): those of this worker's part of a global batch add up to"
+                " 2^54 or more; divide all weights, and the losses with them, by one number."
+            )
 
     def total(self) -> float:
         """The weights so far."""

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep import Communicator, UsageError
 from allstep.exchange import ExchangePolicy
+from allstep.exchange.weighing import Weighing
 from allstep.train.batch import Batch
 from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.ranks import run_ranks
@@ -387,6 +388,15 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 
     with pytest.raises(UsageError, match="`weight`"):
         one_batch(Communicator.single_process(), backward)
+
+
+def test_weights_whose_sum_has_no_room_are_refused() -> None:
+    weighing = Weighing()
+    for _ in range(63):
+        weighing.add(2.0**48)
+    assert weighing.total() == 63 * 2.0**48
+    with pytest.raises(UsageError, match=r"add up to 2\^54 or more; divide all weights"):
+        weighing.add(2.0**48)
 
 
 def test_two_sums_of_one_micro_batch_are_refused() -> None:
