@@ -161,13 +161,13 @@ def first_few(words: Sequence[str], most: int) -> str:
 def check_positive(name: str, value: float, example: str) -> None:
     """Refuses zero, negative and infinite values, NaN and what is no number."""
     if not _is_number(value) or not 0 < value < math.inf:
-        raise UsageError(f"`{name}` (={value}) must be above 0 and finite; {example}.")
+        raise UsageError(f"`{name}` (={value!r}) must be above 0 and finite; {example}.")
 
 
 def check_not_negative(name: str, value: float, example: str) -> None:
     """Refuses negative and infinite values, NaN and what is no number."""
     if not _is_number(value) or not 0 <= value < math.inf:
-        raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
+        raise UsageError(f"`{name}` (={value!r}) must be 0 or more, and finite; {example}.")
 
 
 def check_share(name: str, value: float, limits: str = "[0, 1]", cure: str = "") -> None:

@@ -85,10 +85,9 @@ def loader(
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed}
     ways = {"shuffle": not is_stream if shuffle is None else shuffle, "drop_last": drop_last}
     kinds = {"stream": stream if is_stream else None}
-    given = shares if isinstance(shares, str) else [float(share) for share in shares]
-    shown = {**numbers, **ways, **kinds, "shares": given}
+    shown = {**numbers, **ways, **kinds, "shares": shares}
     check_same_arguments(comm, "make a loader", dataset, shown)
-    cut = Shares(given, comm.size)
+    cut = Shares(shares, comm.size)
     processes = LoaderProcesses(
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -97,6 +96,9 @@ def loader(
         worker_init_fn=worker_init_fn,
     )
     check_choice("stream", stream, _STREAMS)
+    for name, way in ways.items():
+        if not isinstance(way, bool):
+            raise UsageError(f"`{name}` (={way!r}) must be True or False.")
     if cut.is_measured and is_accelerator(comm.device):
         raise UsageError(
             f"`shares` (='measured') measures by the host's clock, which on {comm.device.type} does"

@@ -2,9 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from numbers import Real
 from statistics import median
 from typing import Literal
 
@@ -42,6 +43,8 @@ class Shares:
     """
 
     def __init__(self, how: SharesArgument, num_workers: int) -> None:
+        if not isinstance(how, (str, Iterable)):
+            raise UsageError(f"`shares` (={how!r}) must be 'equal', 'measured' or numbers.")
         self.how = how if isinstance(how, str) else tuple(how)
         self._num_workers = num_workers
         self._seconds: tuple[float, ...] | None = None  # a micro-batch; None if all are alike
@@ -58,7 +61,7 @@ class Shares:
             )
         if not all(_is_positive(share) for share in self.how):
             raise UsageError(f"`shares` (={list(self.how)}) must be positive numbers.")
-        self._seconds = tuple(1 / share for share in self.how)
+        self._seconds = tuple(1 / float(share) for share in self.how)
 
     @property
     def is_measured(self) -> bool:
@@ -152,5 +155,5 @@ def _longest(counts: Sequence[int], seconds: Sequence[float]) -> float:
 
 def _is_positive(number: object) -> bool:
     return (
-        isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
+        not isinstance(number, bool) and isinstance(number, Real) and 0 < float(number) < math.inf
     )

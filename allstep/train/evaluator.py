@@ -54,7 +54,8 @@ class Evaluator:
         totals: (sum, count) of each metric at the last call.
 
     Raises:
-        UsageError: if the test set is empty or has no length, or a number is out of range.
+        UsageError: if the test set is empty or has no length, a number is out of range, or an
+            argument is of a wrong kind.
 
     >>> from torch.utils.data import TensorDataset
     >>> samples = TensorDataset(torch.tensor([1.0, 2.0, 6.0]))
@@ -80,6 +81,14 @@ class Evaluator:
         shares: Shares | None = None,
     ) -> None:
         check_integer("micro_batch", micro_batch)
+        check_integer("seed", seed, -(1 << 63))
+        if not callable(metrics):
+            raise UsageError(
+                f"`metrics` (={metrics!r}) must be a function: (model, micro-batch) -> sums and"
+                " counts by name."
+            )
+        if not isinstance(shares, Shares | None):
+            raise UsageError(f"`shares` (={shares!r}): give `loader.shares`, or None.")
         self.totals: dict[str, tuple[float, float]] = {}
         self._metrics = metrics
         self._comm = comm

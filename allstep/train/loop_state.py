@@ -233,16 +233,28 @@ _EPOCH = 0x65706F6368  # keeps random numbers apart from those that are derived 
 _MADE_BY = {"checkpoint": "AutoCheckpoint", "elastic": "Elastic"}
 
 
-def _check_arguments(
-    loader: object, exchanges: tuple[Exchange, ...], state: Mapping[str, Stateful]
-) -> None:
+def check_exchanges(exchanges: tuple[object, ...]) -> None:
+    """Raises UsageError unless there are some, and nothing else."""
+    if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
+        kinds = first_few([type(exchange).__name__ for exchange in exchanges], _MOST) or "none"
+        raise UsageError(
+            f"`exchanges` ({kinds}): give what `allstep.attach` returned, an argument for each"
+            " model."
+        )
+
+
+def _check_arguments(loader: object, exchanges: tuple[object, ...], state: object) -> None:
     if not isinstance(loader, GlobalBatchLoader):
         raise UsageError(
             f"`loader` (a {type(loader).__name__}) tells no position; make it with"
             " `allstep.data.loader`."
         )
-    if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
-        raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
+    check_exchanges(exchanges)
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"`state` (a {type(state).__name__}) must be a dict that names what it holds, as in"
+            ' `state={"optimizer": optimizer}`.'
+        )
     for name, part in state.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UsageError(

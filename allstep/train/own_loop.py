@@ -19,6 +19,7 @@ from allstep.nn import GroupedBatchNorm, Pipeline
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.batch import Batch
 from allstep.train.elastic_loop import Elastic
+from allstep.train.loop_state import check_exchanges
 
 _BEGIN = 0x626567696E  # keeps random numbers apart, of what comes before the micro-batches
 
@@ -72,12 +73,12 @@ def steps(
         A `Batch` for each global batch.
 
     Raises:
-        UsageError: if no exchange is given, if the loader can't be cut in global batches, if
-            a pipeline can't have the loader's micro-batches, or is elastic, if the model of several
-            workers has a `SyncBatchNorm`, if `checkpoint` or `elastic` is not entered, not in
-            `epochs`, or of another loader or exchange, if `elastic` is given with `replay` or
-            `checkpoint`, or if there are several exchanges and a model has experts on several
-            workers.
+        UsageError: if no exchange is given or something else, if the loader can't be cut in global
+            batches, if a pipeline can't have the loader's micro-batches, or is elastic, if the
+            model of several workers has a `SyncBatchNorm`, if `checkpoint` or `elastic` is not
+            entered, not in `epochs`, or of another loader or exchange, if `elastic` is given with
+            `replay` or `checkpoint`, or if there are several exchanges and a model has experts on
+            several workers.
 
     Example:
         >>> import torch, allstep
@@ -96,8 +97,7 @@ def steps(
         >>> loader.step
         3
     """
-    if not exchanges:
-        raise UsageError("`exchanges` is empty: give `steps` what `allstep.attach` returned.")
+    check_exchanges(exchanges)
     if not hasattr(loader, "global_batches"):
         raise UsageError(
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"

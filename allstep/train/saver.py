@@ -1,7 +1,6 @@
 """When a run saves and when it stops, on all its workers alike, and what it goes on from."""
 
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allstep.comm import SIGNALLED, Communicator
-from allstep.errors import CheckpointError, UsageError
+from allstep.errors import CheckpointError, check_positive
 from allstep.train.checkpoint import Checkpoints, Select, Stateful
 from allstep.train.run_lock import run_lock
 from allstep.train.stop import Interrupts, StopAgreement
@@ -52,8 +51,8 @@ class Saver:
         keep: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_s is not None and not 0 < every_s < math.inf:
-            raise UsageError(f"`every_s` (={every_s}) must be a number of seconds above 0.")
+        if every_s is not None:
+            check_positive("every_s", every_s, "give a number of seconds, such as 600.0")
         self.newest: Path | None = None
         self.interrupted: int | None = None
         self._target = target

@@ -348,6 +348,12 @@ def test_plain_loop_refuses_unequal_shares(
         ({"seed": 0.5}, r"`seed` \(=0\.5\) must be a whole number"),
         ({"dataset": []}, r"`dataset` is empty"),
         ({"dataset": iter([1])}, r"`dataset` \(a list_iterator\) has no `__len__`"),
+        ({"shares": None}, r"`shares` \(=None\) must be 'equal', 'measured' or numbers"),
+        ({"shares": 3}, r"`shares` \(=3\) must be"),
+        ({"shares": ["a"]}, r"`shares` \(=\['a'\]\) must be positive numbers"),
+        ({"shares": [True]}, r"`shares` \(=\[True\]\) must be positive numbers"),
+        ({"shuffle": "False"}, r"`shuffle` \(='False'\) must be True or False"),
+        ({"drop_last": "False"}, r"`drop_last` \(='False'\) must be True or False"),
         ({"global_batch": 9}, r"multiple of `micro_batch` \(=2\); nearest: 8, 10"),
     ],
 )

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -307,6 +308,10 @@ def test_evaluator_refuses_wrong_arguments() -> None:
         Evaluator(metrics, Samples(3), comm, micro_batch=0)
     with pytest.raises(UsageError, match=r"`num_workers` \(=-1\)"):
         Evaluator(metrics, Samples(3), comm, micro_batch=1, num_workers=-1)
+    for name, value in {"seed": None, "metrics": None, "shares": [1]}.items():
+        arguments: dict[str, Any] = {"metrics": metrics, "micro_batch": 1} | {name: value}
+        with pytest.raises(UsageError, match=rf"`{name}` \(={re.escape(repr(value))}\)"):
+            Evaluator(dataset=Samples(3), comm=comm, **arguments)
     with pytest.raises(UsageError, match="`dataset` is empty"):
         Evaluator(metrics, Samples(0), comm, micro_batch=1)
     with pytest.raises(UsageError, match=r"Stream.* has no length"):

@@ -331,8 +331,15 @@ def test_steps_skipping_whole_batches() -> None:
 
 def test_steps_refuse_wrong_arguments() -> None:
     comm = Communicator.single_process()
-    with pytest.raises(UsageError, match="`exchanges` is empty"):
-        allstep.steps(make_loader(comm))
+    exchange = allstep.attach(make_model(), comm)
+    for given, kinds in (
+        ([], "none"),
+        ([make_model()], "Linear"),
+        ([[exchange]], "list"),
+        ([exchange, None], r"\w+Exchange, NoneType"),
+    ):
+        with pytest.raises(UsageError, match=rf"`exchanges` \({kinds}\): give what `allstep"):
+            allstep.steps(make_loader(comm), *given)
     with pytest.raises(UsageError, match=r"DataLoader.*allstep\.data\.loader"):
         allstep.steps(DataLoader(make_set()), allstep.attach(make_model(), comm))  # type: ignore[arg-type]
 
