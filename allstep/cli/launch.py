@@ -38,13 +38,12 @@ from allstep.cli.exits import (
 )
 from allstep.cli.interruptible import SIGNALS, signals_handled
 from allstep.cli.worker import log_path, run_forked, write_call
-from allstep.comm import Place, await_others, note_ended
+from allstep.comm import Place, await_others, note_ended, open_store
 from allstep.env import (
     address_towards,
     environment_of_joiner,
     environment_of_worker,
     is_loopback,
-    limit_silence,
     make_room,
 )
 from allstep.train import FAILED, PEER_LOST, REPEAT_S, REPORTED
@@ -138,12 +137,12 @@ class Workers:
 
     def _open_store(self) -> None:
         host, port, _ = self.store_address
-        serves = self.store is None and self.joins is None
+        if self.store is not None or self.joins is not None:
+            self._store = open_store(host, port, _SILENCE_S)
+            return
         size, timeout = self.num_workers, timedelta(seconds=_STORE_TIMEOUT_S)
-        self._store = TCPStore(host, port, size, serves, timeout, wait_for_workers=False)
+        self._store = TCPStore(host, port, size, True, timeout, wait_for_workers=False)
         self.store_address = self.store_address._replace(port=self._store.port)
-        if not serves:
-            limit_silence(port, _SILENCE_S)
 
     def _fork(self, rank: int, environ: dict[str, str]) -> _Process:
         _CONTEXT.set_forkserver_preload(list(self.preload))

@@ -24,6 +24,7 @@ from allstep.comm.initialise import init
 from allstep.comm.mesh import Mesh
 from allstep.comm.places import Place as Place
 from allstep.comm.reduce_ops import ReduceOp
+from allstep.comm.system import open_store as open_store
 from allstep.comm.wire import Wire as Wire
 from allstep.comm.work import CompletedWork as CompletedWork
 from allstep.comm.work import JoinedWork as JoinedWork

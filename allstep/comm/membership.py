@@ -98,14 +98,8 @@ class Membership:
         self._requests = Requests()
         self._has_lost_store = self._is_over = False
         self._end_code = 0
-        try:
-            # For as long as the others may wait for this worker it can come back.
-            served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
-        except (OSError, RuntimeError) as error:
-            raise UsageError(
-                f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"
-                " has ended, or this host can't reach it."
-            ) from error
+        # For as long as the others may wait for this worker it can come back.
+        served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
         self._store = stored_in(served, launch.job_id)
         self._ended_elsewhere: set[str] = set()  # processes of other hosts, as their launchers say
         self._asked_at_s = -_LOOK_S

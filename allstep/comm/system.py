@@ -29,6 +29,7 @@ from allstep.env import (
     read_gloo_interface,
     set_gloo_interface,
 )
+from allstep.errors import UsageError
 
 CONNECT_S = 20.0  # to reach the store, and to meet once all are known to be there
 _POLL_S = 0.01
@@ -41,6 +42,22 @@ class Event(Protocol):
     def set(self) -> None: ...
     def clear(self) -> None: ...
     def wait(self, timeout: float) -> bool: ...
+
+
+def open_store(host: str, port: int, patience_s: float) -> TCPStore:
+    """See `System.open_store`."""
+    timeout = timedelta(seconds=CONNECT_S)
+    try:
+        # torch's store would try again for most of a minute where nothing listens any more.
+        socket.create_connection((host, port), CONNECT_S).close()
+        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (OSError, RuntimeError) as error:
+        raise UsageError(
+            f"No run with `--elastic` answers at {host}:{port}; it has ended, or this host can't"
+            " reach it."
+        ) from error
+    limit_silence(port, patience_s)
+    return store
 
 
 class System:
@@ -96,14 +113,9 @@ class System:
             patience_s: how long a call of it may wait for a host that can't be reached any more.
 
         Raises:
-            OSError, RuntimeError: if it doesn't answer.
+            UsageError: if it doesn't answer.
         """
-        # torch's store would try again for most of a minute where nothing listens any more.
-        socket.create_connection((host, port), CONNECT_S).close()
-        timeout = timedelta(seconds=CONNECT_S)
-        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        limit_silence(port, patience_s)
-        return store
+        return open_store(host, port, patience_s)
 
     def connect(
         self,

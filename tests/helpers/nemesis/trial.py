@@ -121,7 +121,8 @@ class Nemesis:
             with self._near.network():  # where the store is to be
                 groups = [start(schedule.num_first, self._near, None)]
             store = groups[0].store_address._replace(host=self._near.address)
-            groups += [start(1, self._far, store) for _ in range(schedule.num_joiners)]
+            with self._far.network():
+                groups += [start(1, self._far, store) for _ in range(schedule.num_joiners)]
             workers = [Worker(groups[0], rank, self._near) for rank in range(schedule.num_first)]
             workers += [Worker(group, 0, self._far) for group in groups[1:]]
             try:
