@@ -96,18 +96,22 @@ class MetricsLog:
             if _kind(record) in map(_kind, self.last):  # of an evaluation that was begun again
                 return
             self.last = [*self.last[-1:], record]
-        if not self._is_writer:
-            return
+        if self._is_writer:
+            self._put(record)
+
+    def _put(self, record: dict[str, Any]) -> None:
+        """Writes a record wherever records go."""
         self._append(record)
+        self._last_step = step = record["step"]
+        values = _values(record)
         with writing(self._run_dir / "tensorboard"):
             if self._board is None:
                 self._board = _open_board(self._run_dir, step)
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
-        self._last_step = step
         for index, logger in enumerate(self._loggers):
             try:
-                logger({"epoch": epoch, **values}, step=step)
+                logger({"epoch": record["epoch"], **values}, step=step)
             except Exception as error:
                 if index not in self._failed:
                     _warn_of(logger, index, step, error)
@@ -128,12 +132,12 @@ class MetricsLog:
         self._last_step = last[-1]["step"]
         for record in last:
             if _kind(record) not in written:
-                self._append(record)
+                self._put(record)
 
     def close(self) -> None:
         """Closes the files; what a full disk did not take is lost, and a warning says so."""
         closing = [file.close for file in (self._file, self._board) if file is not None]
-        if self._file is not None:
+        if self._is_writer and self._last_step:
             closing.append(lambda: _write_table(self._run_dir, self._last_step))
         for close in closing:
             try:
@@ -246,6 +250,13 @@ def _as_json(values: dict[str, float]) -> dict[str, Any]:
     words = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
     finite = {name: None if name in words else value for name, value in values.items()}
     return finite | ({"non_finite": words} if words else {})
+
+
+def _values(record: Mapping[str, Any]) -> dict[str, float]:
+    """What was written, without the record's own names; undoes `_as_json`."""
+    words = record.get("non_finite", {})
+    given = {name: v for name, v in record.items() if name not in ("step", "epoch", *_RESERVED)}
+    return given | {name: float(word) for name, word in words.items()}
 
 
 def _open_for_append(path: Path) -> TextIO:

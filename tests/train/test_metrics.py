@@ -6,7 +6,8 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -223,3 +224,31 @@ def test_metrics_log_refuses_wrong_arguments(tmp_path: Path) -> None:
         log.write(1, 0, non_finite=1.0)
     with pytest.raises(UsageError, match=r"`path` .* does not exist"):
         read_metrics(tmp_path / "missing")
+
+
+def test_a_log_that_another_worker_completes(tmp_path: Path) -> None:
+    """What the first has not written any more is in each of the logs, and the table has all."""
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def logger(scalars: dict[str, float], step: int) -> None:
+        seen.append((step, scalars))
+
+    comm = Communicator.single_process()
+    first = MetricsLog(tmp_path, comm, keeps_last=True)
+    first.write(1, 0, loss=0.5)
+    first.close()
+    second = MetricsLog(tmp_path, cast(Communicator, SimpleNamespace(rank=1)), keeps_last=True)
+    second.complete(first.last)
+    second.write(2, 1, loss=math.inf)  # which rank 0 did not live to write
+    third = MetricsLog(tmp_path, comm, loggers=[logger], keeps_last=True)
+    third.complete(second.last)
+    third.close()
+    assert seen == [(2, {"epoch": 1, "loss": math.inf})]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("loss")][-1] == 2
+    (tmp_path / "metrics.csv").unlink()
+    fourth = MetricsLog(tmp_path, comm, keeps_last=True)
+    fourth.complete(third.last)  # there is nothing to write
+    fourth.close()
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2"]
