@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
 def evaluate_worker(comm: Communicator, folder: str, best: bool) -> None:
     """What each worker does; rank 0 prints the metrics and what they are made of."""
     shared, run_dir = run_folder.share_run(comm, folder)
-    recipe = run_folder.data_parallel(shared)
+    recipe = run_folder.data_parallel(run_folder.with_fitting_shares(shared, comm))
     with closing(Run(recipe.task(comm), recipe, comm)) as trained:
         Checkpoints(run_dir / "checkpoints", comm).restore(trained, best=best)
         metrics = trained.evaluate()

@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,21 @@ def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:
         plain = recipe_to_plain(read_recipe(Path(folder), argument="run")), folder
     received = comm.broadcast_object(plain)
     return recipe_from_plain(received[0]), Path(received[1])
+
+
+def with_fitting_shares(recipe: AnyRecipe, comm: Communicator) -> AnyRecipe:
+    """A run's recipe, on any number of workers: shares of another number give way to equal ones.
+
+    They change nothing in what comes of it.
+    """
+    if isinstance(recipe, DividedRecipe) or isinstance(recipe.loader_shares, str):
+        return recipe
+    num_workers = comm.size // recipe.copy_size
+    if len(recipe.loader_shares) == num_workers:
+        return recipe
+    if comm.rank == 0:
+        print(f"`shares` (={recipe.shares}) are not of {num_workers} workers: they get equal ones")
+    return replace(recipe, shares="equal")
 
 
 def check_has_checkpoint(run_dir: Path) -> None:

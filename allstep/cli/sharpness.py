@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
 def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -> None:
     """What each worker does; rank 0 prints the table and writes the file."""
     shared, run_dir = run_folder.share_run(comm, folder)
-    recipe = run_folder.data_parallel(shared)
+    recipe = run_folder.data_parallel(run_folder.with_fitting_shares(shared, comm))
     asked = Request(**request)
     at_steps: list[int | None] = [None]  # the newest
     if asked.all_checkpoints:

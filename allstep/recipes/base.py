@@ -67,6 +67,11 @@ class _Named:
         """
 
     @property
+    def copy_size(self) -> int:
+        """Workers that share a copy of the model, where there are several."""
+        return 1
+
+    @property
     def divides_model(self) -> bool:
         """Whether a worker has a part of the model that is lost with it."""
         return False

@@ -142,7 +142,6 @@ class Text(TokenRecipe):
 
     @property
     def copy_size(self) -> int:
-        """Workers that share a copy of the model, where there are several."""
         return self.tensor_parallel * self.pipeline
 
     @property

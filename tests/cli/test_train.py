@@ -15,6 +15,7 @@ from allstep.cli.main import main
 from allstep.cli.why import find_cause
 from allstep.comm import read_states
 from tests.helpers.launched import Launched
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.process
 
@@ -84,6 +85,35 @@ def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(short_run, capfd
     assert f"({correct} of {count})" in accuracy
     assert main(["evaluate", str(run_dir), "--workers", "2"]) == 0
     assert accuracy in capfd.readouterr().out.splitlines()
+
+
+def test_shares_are_of_the_workers_that_there_are(tmp_path, capfd):
+    """A run that was cut for two goes on, and is evaluated, on any number."""
+    run_dir = str(tmp_path / "run")
+    flags = ["--workers", "2", "--shares", "3,1", "--run-dir", run_dir]
+    training = Command(tmp_path, "train", "digits", *flags, *LONG)
+    training.wait_until(training.trains)
+    training.process.send_signal(signal.SIGTERM)
+    training.finish(within_s=RUN_S)
+    assert main(["evaluate", run_dir]) == 0
+    assert main(["train", "--resume", run_dir]) == 0
+    said = capfd.readouterr().out
+    assert said.count("`shares` (=3,1) are not of 1 workers: they get equal ones") == 2
+    assert report(tmp_path / "run")["num_steps"] == NUM_LONG_STEPS
+
+
+def test_an_agent_that_starts_its_workers_again(tmp_path, monkeypatch):
+    """As torchrun's does when a node joins, which is no retry: the run that it began goes on."""
+    environment = {
+        **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        **{"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"},
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    Command(tmp_path, "train", "digits", *SHORT).to_the_end()
+    assert "is continued" in Command(tmp_path, "train", "digits", *SHORT).to_the_end()
+    assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 def test_a_run_stops_early_and_its_best_checkpoint_is_evaluated(tmp_path, capsys):
