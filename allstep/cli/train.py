@@ -221,18 +221,16 @@ def _resumed(arguments: Sequence[str]) -> str | None:
 
 def _open_run(options: LaunchOptions, recipe: AnyRecipe) -> tuple[Path, bool]:
     """The run's folder, and whether to go on with what is there."""
-    launch = read_launch()
     if options.resume is not None and options.run_dir is None:
         raise UsageError(
             f"`resume` (={options.resume}) needs the run's folder: give `--run-dir DIR`, the same"
             " each time."
         )
-    if options.resume is not None or launch.attempt:
-        of_any = options.resume is not None
-        found = run_folder.find_run(recipe, options.run_dir, of_any_launch=of_any)
-        if found is not None:
-            print(f"{found} is continued", flush=True)
-            return found, True
+    of_any = options.resume is not None
+    found = run_folder.find_run(recipe, options.run_dir, of_any_launch=of_any)
+    if found is not None:
+        print(f"{found} is continued", flush=True)
+        return found, True
     return run_folder.make_run_dir(recipe.name, options.run_dir), False
 
 
@@ -441,6 +439,8 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
         resume: continue from the newest checkpoint; without any, begin.
     """
     recipe, run_dir = run_folder.share_run(comm, folder)
+    if resume:
+        recipe = run_folder.with_fitting_shares(recipe, comm)
     if read_launch().min_workers is not None:  # its number changes
         return _train_recipe(comm, recipe, run_dir, resume=resume, elastic=True)
     with comm.keep_last_state(run_dir):
