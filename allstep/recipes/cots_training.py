@@ -119,8 +119,9 @@ class GreedyTraining:
         self.costs[f"stage {stage}"] = loss
         return {"stage": stage}
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """There is nothing left to do."""
+        return False
 
     def evaluate(self) -> dict[str, float]:
         """The neurons are tested when all stages are done."""

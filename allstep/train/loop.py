@@ -52,8 +52,8 @@ class Training(Protocol):
     def scalars(self, loss: float) -> Mapping[str, float]:
         """What to log beside the mean loss since the last line."""
 
-    def flush(self) -> None:
-        """Makes the updates that are still to come after the last epoch's end."""
+    def flush(self) -> bool:
+        """Makes the updates that are still to come after the last epoch's end, if any."""
 
     def evaluate(self) -> Mapping[str, float]:
         """Metrics on the test set; empty where there is nothing to measure."""
@@ -242,8 +242,9 @@ class Loop:
         ):
             if self._training.epoch > self._ended_epoch:  # the others' last step was its last
                 self._end_epoch(progress)
-            if self._training.epoch >= self._epochs:  # the run may have ended before it could
-                self._training.flush()
+            # The run may have ended before it could.
+            if self._training.epoch >= self._epochs and self._training.flush():
+                self._saver.save(self._training.step, replace=True)
             self._evaluate_if_due(progress)
             while not self._is_over:
                 self._train_epoch(progress)
@@ -331,4 +332,6 @@ class Loop:
             progress.note(f"epoch {epoch}: {shown}")
         if self.best is not None and self.best.update(step, self.metrics):
             self._saver.save_best(step)
+            if self._has_global_losses:  # elastic: rank 0 may be lost before it has written it
+                self._comm.barrier()
         self._note_evaluation()

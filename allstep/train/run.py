@@ -232,12 +232,18 @@ class Run:
         """Who has fewer micro-batches and why, in words; None if all workers are alike."""
         return self.loader.shares.in_words(self.loader.num_micro_batches)
 
-    def flush(self) -> None:
-        """Makes the updates whose gradients are still in flight. All workers call it."""
-        staleness = self.exchange.policy.staleness
+    def flush(self) -> bool:
+        """Makes the updates whose gradients are still in flight. All workers call it.
+
+        Returns:
+            Whether there were any.
+        """
+        staleness, has_updated = self.exchange.policy.staleness, False
         for step in self.exchange.flush():
             seed_update(self._options.seed, step + staleness, self._comm.device)
             self.train_step.update(step)
+            has_updated = True
+        return has_updated
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:

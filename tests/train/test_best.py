@@ -209,6 +209,19 @@ def test_stopped_run_goes_on_with_more_patience_only(size: int, tmp_path: Path) 
     assert run_ranks(size, run) == [[(6, True), (6, True), (6, True), (8, False)]] * size
 
 
+def test_updates_that_were_in_flight_at_the_end_are_in_the_resumed_runs_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """A signal in the last step comes before they are made."""
+    num_steps = 2 * len(SCORES)
+    task = make_task(interrupt_at=num_steps - 3)  # the workers agree on it one step later
+    report = train(tmp_path, task=task, staleness=1)
+    newest = tmp_path / "checkpoints" / f"step-{num_steps:08}"
+    assert (report.interrupted, updates_in(newest)) == (signal.SIGTERM, num_steps - 1)
+    assert train(tmp_path, staleness=1, resume=True).interrupted is None
+    assert updates_in(newest) == num_steps
+
+
 def test_going_back_to_an_older_checkpoint_finds_the_same_best(tmp_path: Path) -> None:
     train(tmp_path, patience=2)
     for step in (10, 12):

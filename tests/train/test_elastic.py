@@ -26,7 +26,7 @@ from allstep.comm.wire import SingleProcessWire
 from allstep.env import read_launch
 from allstep.errors import PeerLostError, UsageError
 from allstep.nn import MixtureOfExperts, Pipeline
-from allstep.train import read_checkpoint
+from allstep.train import read_checkpoint, read_metrics
 from allstep.train.checkpoint import Checkpoints
 from allstep.train.elastic import StepCommit, check_backend
 from allstep.train.evaluator import Evaluator
@@ -122,6 +122,23 @@ def test_killed_in(moment: str, tmp_path: Path, undisturbed: Path) -> None:
     expected = [-signal.SIGKILL if rank in dies_at else 0 for rank in range(4)]
     assert codes == expected, outcomes
     check_same(tmp_path, undisturbed)
+
+
+def test_killed_as_it_writes_the_best_checkpoint(tmp_path: Path) -> None:
+    """The others write it in its place."""
+    changes: dict[str, Any] = {"best_metric": "accuracy", "checkpoint_every_steps": 1000}
+    options = replace(OPTIONS, best_mode="max", **changes)
+    alone, run_dir = tmp_path / "alone", tmp_path / "run"
+    allstep.fit(same_model.make_task("sgd"), options, Communicator.single_process(), alone)
+    values = [line["test/accuracy"] for line in read_metrics(alone) if "test/accuracy" in line]
+    num_best = sum(value > max(values[:n], default=-1.0) for n, value in enumerate(values))
+    num_others = int(values.index(max(values)) == len(values) - 1)  # that of the last step
+    dies_at = {0: ("_put_in_place", num_best + num_others)}
+    with Workers(2, train, (run_dir, dies_at, None, options), min_workers=1) as workers:
+        assert ended(workers) == [-signal.SIGKILL, 0], workers.outcomes()
+    best, expected = (read_checkpoint(path / "checkpoints" / "best") for path in (run_dir, alone))
+    assert best["loader"]["steps"] == expected["loader"]["steps"]
+    assert differing_names(best["model"], expected["model"]) == []
 
 
 @pytest.mark.slow
