@@ -205,7 +205,7 @@ def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:
 def with_fitting_shares(recipe: AnyRecipe, comm: Communicator) -> AnyRecipe:
     """A run's recipe, on any number of workers: shares of another number give way to equal ones.
 
-    They change nothing in what comes of it.
+    They decide who computes what, and nothing else.
     """
     if isinstance(recipe, DividedRecipe) or isinstance(recipe.loader_shares, str):
         return recipe
