@@ -293,7 +293,9 @@ def test_measurements_that_are_no_numbers_are_named(refuse, tmp_path, field, val
         json.dumps(table | {"cluster": table["cluster"] | {field: value}})
     )
     message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
-    assert f"`cluster` (=here.json) holds no measurements: `{field}` (={value}) must be" in message
+    assert (
+        f"`cluster` (=here.json) holds no measurements: `{field}` (={value!r}) must be" in message
+    )
 
 
 @pytest.mark.parametrize("name", ["a[/b]", "lab[a100]", "[bold]"])
