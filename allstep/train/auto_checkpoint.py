@@ -13,7 +13,7 @@ from allstep.data.random import preserved_random_state
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
-from allstep.train.loop_state import LoopState
+from allstep.train.loop_state import LoopState, refuse_second_loop
 from allstep.train.saver import Saver
 from allstep.train.stop import Interrupts
 
@@ -188,10 +188,7 @@ class AutoCheckpoint:
                 " in `with AutoCheckpoint(…) as checkpoint:`."
             )
         if self._is_over and not self._was_over:
-            raise UsageError(
-                "A second loop over `steps` began in one epoch of `checkpoint.epochs`; each epoch"
-                " has one."
-            )
+            refuse_second_loop("checkpoint")
         self._data_epoch = self._loader.epoch
         was_over, self._was_over = self._was_over, False
         return not was_over

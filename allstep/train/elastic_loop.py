@@ -18,7 +18,7 @@ from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
 from allstep.train.elastic import LOST, check_loop, parameters_of
-from allstep.train.loop_state import BeforeStep, LoopState
+from allstep.train.loop_state import BeforeStep, LoopState, refuse_second_loop
 from allstep.train.worker_changes import PLACES, WorkerChanges
 
 
@@ -240,10 +240,7 @@ class Elastic:
                 " in elastic.epochs(n):`, in `with Elastic(…) as elastic:`."
             )
         if self._loader.epoch != self._epoch and not self._was_over:
-            raise UsageError(
-                "A second loop over `steps` began in one epoch of `elastic.epochs`; each epoch has"
-                " one."
-            )
+            refuse_second_loop("elastic")
 
     def global_batches(self) -> Iterator[GlobalBatch]:
         """The rest of the epoch; workers are let in before each."""

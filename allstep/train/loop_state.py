@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -226,6 +226,13 @@ def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:
     if changed and exchange.comm.rank == 0:
         words = first_few(changed, _MOST)
         logging.getLogger("allstep").info(f"as in the state that is loaded, {words}")
+
+
+def refuse_second_loop(name: str) -> NoReturn:
+    """Raises UsageError: an epoch of an AutoCheckpoint or an Elastic has one loop over `steps`."""
+    raise UsageError(
+        f"A second loop over `steps` began in one epoch of `{name}.epochs`; each epoch has one."
+    )
 
 
 _MOST = 4  # parameters that are named
