@@ -208,16 +208,6 @@ def test_a_worker_may_skip_steps(skipped: dict[int, tuple[int, ...]], outer: Nes
     )
 
 
-def test_moments_by_choice() -> None:
-    start, batches = mlp(), torch.randn(9, SIZE, 4, 5)
-    rounds = {"sync_every": 3, "average_optimizer_state": True}
-    expected = simulate(start, batches, OPTIMIZERS["adamw"], **rounds)
-    for actual in run(start, batches, OPTIMIZERS["adamw"], **rounds):
-        assert_same(actual, expected)
-    alone = simulate(start, batches, OPTIMIZERS["adamw"], sync_every=3)
-    assert differs(alone, expected, by=1e-6)
-
-
 class ComplexLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -227,12 +217,15 @@ class ComplexLinear(nn.Module):
         return (x.to(self.weight.dtype) @ self.weight).abs()
 
 
-def test_complex_moments() -> None:
-    start, batches = ComplexLinear(), torch.randn(9, SIZE, 4, 5)
+@pytest.mark.parametrize("make", [mlp, ComplexLinear])
+def test_moments_by_choice(make: Callable[[], nn.Module]) -> None:
+    start, batches = make(), torch.randn(9, SIZE, 4, 5)
     rounds = {"sync_every": 3, "average_optimizer_state": True}
     expected = simulate(start, batches, OPTIMIZERS["adamw"], **rounds)
     for actual in run(start, batches, OPTIMIZERS["adamw"], **rounds):
         assert_same(actual, expected)
+    alone = simulate(start, batches, OPTIMIZERS["adamw"], sync_every=3)
+    assert differs(alone, expected, by=1e-6)
 
 
 def test_moments_that_a_worker_does_not_have_yet_stay_local() -> None:

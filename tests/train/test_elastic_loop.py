@@ -718,7 +718,7 @@ def test_going_on_from_a_file_of_a_step(
     assert len(resumed.evaluations) == 2
 
 
-def test_going_on_from_a_file_of_the_end(tmp_path: Path) -> None:
+def test_going_on_from_a_file_of_the_end() -> None:
     """What is called behind all epochs can be had again."""
     loop = Loop(Communicator.single_process())
     loop.run()
