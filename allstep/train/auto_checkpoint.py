@@ -40,8 +40,8 @@ class AutoCheckpoint:
             `load_state_dict`: the optimizers, schedulers of rates, a GradScaler.
         every_steps: steps between two checkpoints.
         every_s: seconds between two checkpoints, by rank 0's clock; both may be given. With
-            neither there is one after the last step of each epoch. After the very last step
-            there is always one.
+            neither there is one after the last step of each epoch, and again when the code around
+            the steps has been run. After the very last step there is always one.
         keep: how many of the newest checkpoints stay.
         clock: seconds that pass.
 
@@ -176,8 +176,10 @@ class AutoCheckpoint:
         self._is_over = self._was_over = False
         self._data_epoch = self._loader.epoch
         self._saver.after_step(self._loader.step)
-        if self._saver.drain() or self._epoch == num_epochs:
-            self._saver.save(self._loader.step)
+        is_last = self._epoch == num_epochs
+        if self._saver.drain() or is_last:
+            # So that only the last one's end is run again, without the steps before it.
+            self._saver.save(self._loader.step, replace=not is_last)
 
     def begin_steps(self, loader: object, exchanges: tuple[Exchange, ...]) -> bool:
         """Called by `steps`, at an epoch's first; whether there are any left to be made."""

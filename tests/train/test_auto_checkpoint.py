@@ -346,6 +346,24 @@ def test_by_default_each_epoch_s_last_step_is_saved(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [4, 8, 12]
 
 
+@pytest.mark.parametrize(
+    ("moment", "expected"), [(("update", 6), [1, 2]), (("epoch", 0), [0, 1, 2])]
+)
+def test_the_end_of_an_epoch_is_repeated_if_it_was_not_over(
+    moment: Moment, expected: list[int], tmp_path: Path
+) -> None:
+    """What it takes of the steps, as their mean loss, is not there without them."""
+    crash(alone(), tmp_path, moment)
+    epochs: list[int] = []
+
+    def note(now: Moment) -> None:
+        if now[0] == "epoch":
+            epochs.append(now[1])
+
+    train(alone(), str(tmp_path), note)
+    assert epochs == expected
+
+
 # -- when it stops -----------------------------------------------------------------------------
 
 
