@@ -20,11 +20,11 @@ from allstep.cli.hosts import split_host_options
 from allstep.cli.links_picture import draw_links
 from allstep.cli.output_files import check_plot, writing_errors
 from allstep.cli.probe_machine import probe_machine
-from allstep.cli.probe_network import EchoServer, probe
+from allstep.cli.probe_network import EchoServer, check_port, probe
 from allstep.cli.workers import run_here
 from allstep.comm import Communicator
 from allstep.env import is_loopback, own_addresses, read_gloo_interface, read_launch
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 
 FOUND = 2
 
@@ -44,6 +44,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=16, help="in all, for the limits")
     parser.add_argument("--model-bytes", type=int, default=0, help="of parameters, for /dev/shm")
     known = parser.parse_args(rest)
+    check_integer("workers", known.workers)
+    check_integer("model_bytes", known.model_bytes, 0)
+    if known.port is not None:
+        check_port(known.port, 1)
     if known.plot is not None:
         if options is None and read_launch().size == 1:
             raise UsageError(

@@ -11,6 +11,9 @@ import threading
 import time
 from typing import Any
 
+from allstep.errors import UsageError
+
+LARGEST_PORT = 65_535
 _CONNECT_S = 5.0
 _ECHO_S = 5.0
 _ADDRESS_BYTES = 64
@@ -49,6 +52,12 @@ class EchoServer:
     def close(self) -> None:
         self._streams.close()
         self._datagrams.close()
+
+
+def check_port(port: int, least: int) -> None:
+    """Raises UsageError if a host can have no such port."""
+    if not least <= port <= LARGEST_PORT:
+        raise UsageError(f"`port` (={port}) is none: choose one from {least} to {LARGEST_PORT}.")
 
 
 def listening_socket(port: int) -> socket.socket:

@@ -14,12 +14,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from allstep.cli.exits import outward_addresses
 from allstep.cli.interruptible import interruptible
-from allstep.cli.probe_network import listening_socket
+from allstep.cli.probe_network import LARGEST_PORT, check_port, listening_socket
 from allstep.errors import UsageError
 
 PORT = 29_400
 _CONNECT_S = 10.0
-_LARGEST_PORT = 65_535
 
 
 def run(arguments: list[str]) -> int:
@@ -32,8 +31,7 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--port", metavar="N", type=int, default=PORT, help=f"{PORT}; 0 for any")
     port = parser.parse_args(arguments).port
-    if not 0 <= port <= _LARGEST_PORT:
-        raise UsageError(f"`port` (={port}) is none: choose one up to {_LARGEST_PORT}.")
+    check_port(port, 0)
     with interruptible():
         store = _serve(port)
         for address in outward_addresses() or ["127.0.0.1"]:
@@ -67,7 +65,7 @@ def read_address(text: str) -> tuple[str, int]:
     allstep.errors.UsageError: `store` (='alpha') is no HOST:PORT, such as alpha:29400.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > _LARGEST_PORT:
+    if not host or not port.isdecimal() or int(port) > LARGEST_PORT:
         example = f"{host or text.strip(':') or 'alpha'}:{PORT}"
         raise UsageError(f"`store` (={text!r}) is no HOST:PORT, such as {example}.")
     host = host.strip("[]")  # of an IPv6 address

@@ -135,6 +135,13 @@ def test_a_picture_of_one_host_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "`plot` draws links between hosts, and there is one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--workers=0", "--model-bytes=-1", "--port=0", "--port=70000"])
+def test_a_number_that_can_not_be_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", flag]) == 2
+    name, _, value = flag.removeprefix("--").partition("=")
+    assert f"error: `{name.replace('-', '_')}` (={value})" in capsys.readouterr().err
+
+
 def test_the_exit_code_and_json_of_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
