@@ -239,6 +239,7 @@ class AutoCheckpoint:
             CheckpointError: if it is of other data, another policy, model or optimizer.
         """
         self._state.load_state_dict(state)
+        self._awaits_update = self._state.awaits_update(state)
         self._epoch = state["epoch"]
         self._is_over = self._was_over = state["is_over"]
         self._data_epoch = self._loader.epoch

@@ -223,6 +223,7 @@ class Elastic:
                 "`load_state_dict` comes before `with`: a worker that joins runs it too."
             )
         self._state.load_state_dict(state)
+        self._awaits_update = self._state.awaits_update(state)
         self._was_over = state["is_over"]
 
     # -- what `steps` asks for -------------------------------------------------------------------

@@ -86,6 +86,10 @@ class LoopState:
             found.append(whole_tensors(exchange.model, kept))
         return found
 
+    def awaits_update(self, state: Mapping[str, Any]) -> list[bool]:
+        """Of which models a state has gradients that no update was made of."""
+        return [bool(stored) for stored in state["gradients"] or [{}] * len(self.exchanges)]
+
     def trained(self) -> list[dict[str, bool]]:
         """Name -> whether a parameter is trained, rather than frozen; of each model."""
         return [

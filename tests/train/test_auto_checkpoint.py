@@ -110,6 +110,17 @@ def test_gradients_of_several_global_batches_are_kept(tmp_path: Path) -> None:
     run_ranks(2, run)
 
 
+def test_gradients_are_kept_where_no_step_was_made(tmp_path: Path) -> None:
+    """The second life makes the end of an epoch only, of whose last step no update was made."""
+    options: dict[str, Any] = {"updates_every": 3, "draws": False}
+    whole = train(alone(), str(tmp_path / "whole"), **options)
+    for moment in (("epoch", 0), ("update", 4)):
+        crash(alone(), tmp_path / "run", moment, **options)
+    found = train(alone(), str(tmp_path / "run"), **options)
+    assert found["steps"] == list(range(4, NUM_STEPS))
+    assert not differing_names(found["model"], whole["model"])
+
+
 def test_several_models_optimizers_schedules_and_a_scaler_go_on(tmp_path: Path) -> None:
     samples = TensorDataset(torch.arange(48.0).view(24, 2) / 48)
 

@@ -718,6 +718,30 @@ def test_going_on_from_a_file_of_a_step(
     assert len(resumed.evaluations) == 2
 
 
+def test_gradients_of_a_file_are_in_the_next_one() -> None:
+    """No step is made between the two, the second of which is of the end of an epoch."""
+    states: list[dict[str, Any]] = []
+
+    def keep(at: str, step: int) -> None:
+        if (at, step) in (("behind the update", 3), ("epoch", 4)):
+            if at == "epoch":
+                loop.scheduler.step()
+            states.append(pickle.loads(pickle.dumps(loop.elastic.state_dict())))
+            raise StoppedError
+
+    for _ in range(2):
+        loop = Loop(Communicator.single_process(), before=keep, every=3)
+        if states:
+            loop.elastic.load_state_dict(states[-1])
+        with pytest.raises(StoppedError):
+            loop.run()
+    resumed = Loop(Communicator.single_process(), every=3)
+    resumed.elastic.load_state_dict(states[-1])
+    result, expected = resumed.run(), Loop(Communicator.single_process(), every=3).run()
+    assert list(resumed.losses) == list(range(4, NUM_STEPS))
+    assert differing_names(result, {n: expected[n] for n in result}) == []
+
+
 def test_going_on_from_a_file_of_the_end() -> None:
     """What is called behind all epochs can be had again."""
     loop = Loop(Communicator.single_process())
