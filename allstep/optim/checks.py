@@ -105,6 +105,7 @@ _RULES: dict[str, _Rule] = {
         lambda value: value is None or value > 0,
         "must be positive, the largest trust ratio, or None.",
     ),
+    "maximize": (lambda value: value in (True, False), "must be True or False."),
     "center_steps": (_is_finite, "must be 0 or more and finite; 10 epochs are usual."),
     "period_steps": (_is_positive, "must be positive and finite; 5 epochs are usual."),
 }

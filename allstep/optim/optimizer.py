@@ -188,7 +188,11 @@ class LargeBatchOptimizer(Optimizer, ABC):
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for key, state in state_dict["state"].items():
             self._refuse_foreign(key, state)
-        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
+        for index, (saved, own) in enumerate(
+            zip(state_dict["param_groups"], self.param_groups, strict=False)
+        ):
+            self._refuse_other_order(saved, own)
+            self._refuse_other_shapes(state_dict["state"], saved, own, index)
             kept = {name: value for name, value in saved.items() if name not in _KERNELS}
             try:
                 self._check_group({**own, **kept})
@@ -202,6 +206,8 @@ class LargeBatchOptimizer(Optimizer, ABC):
         for group, own in zip(self.param_groups, own_groups, strict=True):
             for name, value in own.items():
                 group.setdefault(name, value)
+            if "param_names" in own:
+                group["param_names"] = own["param_names"]
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, parameters, strict=True):
@@ -224,6 +230,12 @@ class LargeBatchOptimizer(Optimizer, ABC):
         elif "master" not in state:
             state["master"] = parameter.detach().to(dtype)
 
+    def _has_other_precision(self, state: Mapping[str, Tensor], parameter: Tensor) -> bool:
+        """Than one that would be made now."""
+        dtype = update_dtype(parameter)
+        updated = (state.get("master", parameter), *(state[name] for name in self._slots()))
+        return any(tensor.dtype != dtype for tensor in updated)
+
     def _refuse_foreign(self, key: Any, state: Mapping[str, Any]) -> None:
         missing = [name for name in ("step", *self._slots()) if name not in state]
         if state and missing:
@@ -239,6 +251,36 @@ class LargeBatchOptimizer(Optimizer, ABC):
                 f"`state_dict` has `step` (={step!r}) of parameter {key}, which must be a number of"
                 " steps, 0 or more."
             )
+
+    def _refuse_other_order(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        given, expected = saved.get("param_names", ()), own.get("param_names", ())
+        if given != expected and sorted(given) == sorted(expected):
+            first, other = next(
+                pair for pair in zip(given, expected, strict=True) if len({*pair}) > 1
+            )
+            raise UsageError(
+                f"`state_dict` has `{first}` where this optimizer has `{other}`: states would go to"
+                " other parameters. Give both the parameters in the same order."
+            )
+
+    def _refuse_other_shapes(
+        self,
+        states: Mapping[Any, Mapping[str, Any]],
+        saved: Mapping[str, Any],
+        own: Mapping[str, Any],
+        group_index: int,
+    ) -> None:
+        """A fused kernel would go beyond them."""
+        for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=False)):
+            for name in (*self._slots(), "master"):
+                value = states.get(key, {}).get(name)
+                if isinstance(value, Tensor) and value.shape != parameter.shape:
+                    raise UsageError(
+                        f"`state_dict` has `{name}` (={list(value.shape)}) of"
+                        f" {parameter_name(own, group_index, index)}, whose shape is"
+                        f" {list(parameter.shape)}: it is of another model, or of one whose"
+                        " parameters have another order."
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options}
@@ -312,6 +354,8 @@ class LargeBatchOptimizer(Optimizer, ABC):
         state = self.state[parameter]
         if not state:
             state.update(new_state(parameter, self._slots()))
+        elif self._has_other_precision(state, parameter):  # as after `model.bfloat16()`
+            self._complete(state, parameter)
         weight = local_part(parameter.detach())
         if "master" in state:
             weight = _follow(weight, local_part(state["master"]))

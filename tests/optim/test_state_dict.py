@@ -238,6 +238,47 @@ def test_load_runs_pre_and_post_hooks(make: Make) -> None:
 
 
 @for_all
+def test_load_refuses_the_state_of_other_shapes(make: Make) -> None:
+    """A fused kernel would read and write beyond it."""
+    small, large = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 4096))
+    saved = make([small])
+    small.grad = torch.ones_like(small)
+    saved.step()
+    with pytest.raises(UsageError, match=r"`\w+` \(=\[4, 8\]\) of w, whose shape is \[4, 4096\]"):
+        make([("w", large)]).load_state_dict(saved.state_dict())
+
+
+@for_all
+def test_load_refuses_another_order_of_names(make: Make) -> None:
+    """Other names, as of a model that is wrapped, are the parameters' own affair."""
+    params = parameters()
+    optimizer = make([(str(i), p) for i, p in enumerate(params)])
+    train(optimizer, params, 1)
+    backwards = [(str(i), p) for i, p in enumerate(parameters())][::-1]
+    with pytest.raises(UsageError, match=r"`state_dict` has `0` where this optimizer has `\d`"):
+        make(backwards).load_state_dict(optimizer.state_dict())
+    names = [f"module.{i}" for i in range(len(params))]
+    wrapped = make(list(zip(names, parameters(), strict=True)))
+    wrapped.load_state_dict(optimizer.state_dict())
+    assert wrapped.param_groups[0]["param_names"] == names
+
+
+@for_all
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_of_another_precision_by_now(make: Make, dtype: torch.dtype) -> None:
+    """Its state follows, as that of one that is loaded does."""
+    params = parameters(torch.float32)
+    optimizer = make(params)
+    train(optimizer, params, 2)
+    twin = [nn.Parameter(p.detach().to(dtype)) for p in params]
+    expected = make(twin)
+    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p in params:
+        p.grad, p.data = None, p.data.to(dtype)
+    assert equal(train(optimizer, params, 3), train(expected, twin, 3))
+
+
+@for_all
 def test_load_leaves_parameters_without_state(make: Make) -> None:
     params = parameters()
     optimizer = make(params)
