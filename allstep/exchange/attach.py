@@ -51,7 +51,7 @@ def attach(
         scaler: the GradScaler that losses are scaled with. Whoever adds to the gradients of one
             step those of another must know it: staleness, and formats with error feedback. It
             then has its scale at once, for a worker without a loss in its first step.
-        optimizer: of the model's parameters; only local SGD needs to know it.
+        optimizer: of the model's parameters; only local SGD needs to know it, and takes no other.
 
     Returns:
         The exchange.
@@ -85,6 +85,15 @@ def attach(
             f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
         )
     _check_device(model, comm)
+    for name, value, kind in (
+        ("scaler", scaler, torch.amp.GradScaler),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise UsageError(
+                f"`{name}` is a {type(value).__name__}; pass the {kind.__name__} itself, or leave"
+                " it out."
+            )
     if global_batch is not None:
         check_integer("global_batch", global_batch)
     policy = policy or Synchronous()

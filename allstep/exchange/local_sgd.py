@@ -36,7 +36,7 @@ class ParameterAveraging:
     Args:
         model: the same on every worker.
         comm: the workers.
-        optimizer: of the model's parameters.
+        optimizer: of the model's parameters; no other may update them.
         policy: how often, and how the mean is used.
         algorithm: how sums are taken, as a function of their bytes, if not as in the policy.
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from allstep.comm import Communicator
+from allstep.errors import UsageError
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.policy import LocalSGD
@@ -43,6 +44,16 @@ class LocalSGDExchange(OverlappedExchange):
     @property
     def _is_in_round(self) -> bool:
         return not self.averaging.is_synchronized
+
+    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self._optimizer:
+            raise UsageError(
+                f"A {type(optimizer).__name__} that `attach` was not given updates the model:"
+                " workers average their parameters after the step of the one that it was given"
+                f" (`optimizer`, a {type(self._optimizer).__name__}), and would go on with"
+                " different ones. Make one optimizer of all parameters, in groups."
+            )
+        super().note_update(optimizer)
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         self.averaging.average_if_due()  # where the optimizer's step was skipped

@@ -140,13 +140,18 @@ def test_a_runner_takes_no_job_after_its_end() -> None:
         runner.submit(lambda: None)
 
 
+class WithoutHooks(torch.optim.SGD):
+    def register_step_pre_hook(self, hook):
+        raise NotImplementedError
+
+
 def test_a_model_that_could_not_be_attached_is_as_before() -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1, dtype=torch.complex128))
         with pytest.raises(UsageError, match="whose sums can't be made exact"):
             attach(model, comm, Synchronous(compression="exact"))
-        with pytest.raises(AttributeError):
-            attach(model, comm, LocalSGD(sync_every=2), optimizer=model)
+        with pytest.raises(NotImplementedError):
+            attach(model, comm, LocalSGD(sync_every=2), optimizer=WithoutHooks(model.parameters()))
         for module in model.modules():
             assert not module._forward_pre_hooks and not module._forward_hooks
             assert not module._state_dict_pre_hooks

@@ -132,6 +132,33 @@ def test_local_steps_need_their_optimizer() -> None:
         make_policy(sync_every=4, staleness=1)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_optimizer_is_refused(size: int) -> None:
+    """After its step nobody would take the mean, and workers would go on with different layers."""
+    start = mlp()
+
+    def worker(comm: Communicator) -> None:
+        model = copy.deepcopy(start)
+        first, *others = (
+            torch.optim.SGD(x.parameters(), 0.1) for x in model if list(x.parameters())
+        )
+        attach(model, comm, LocalSGD(sync_every=2), optimizer=first)
+        model(torch.ones(2, 5)).square().mean().backward()
+        first.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(UsageError, match="A SGD that `attach` was not given updates the model"):
+            others[0].step()
+        assert all(map(torch.equal, model.parameters(), before))
+
+    run_ranks(size, worker)
+
+
+@pytest.mark.parametrize("name", ["scaler", "optimizer"])
+def test_arguments_of_another_kind_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` is a int; pass the "):
+        attach(mlp(), Communicator.single_process(), **{name: 3})
+
+
 def test_no_wire_format_without_gradients_that_travel() -> None:
     for outer in (None, Nesterov()):
         with pytest.raises(
