@@ -21,7 +21,7 @@ class Results:
 
     Attributes:
         axes: the flags with several values.
-        metric: what they are sorted by.
+        metric: what they are sorted by: "best NAME", or the last accuracy.
         outcomes: what became of each.
     """
 
@@ -35,14 +35,15 @@ def make_results(plan: Plan, outcomes: Sequence[Outcome]) -> Results:
     recipe = plan.trainings[0].recipe
     sign = 1 if recipe.best_mode == "min" else -1
     ordered = sorted(outcomes, key=lambda o: math.inf if math.isnan(o.score) else sign * o.score)
-    return Results(list(plan.axes), recipe.best_metric or "accuracy", ordered)
+    metric = f"best {recipe.best_metric}" if recipe.best_metric else "accuracy"
+    return Results(list(plan.axes), metric, ordered)
 
 
 def show(results: Results) -> None:
     """Prints the table."""
     console = make_console()
     metrics = next((list(_metrics(each)) for each in results.outcomes if each.report), [])
-    best = [] if results.metric == "accuracy" else [f"best {results.metric}"]
+    best = [] if results.metric == "accuracy" else [results.metric]
     table = make_table(*results.axes, *best, *metrics, "steps", "run", left=["run"])
     for column in table.columns:
         column.overflow = "fold"

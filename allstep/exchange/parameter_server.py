@@ -318,5 +318,8 @@ def _take_over(optimizer: Optimizer, shard: dict[str, nn.Parameter]) -> list[nn.
     """Gives the optimizer copies of a shard's parameters in their place, and returns these."""
     copies = {id(p): nn.Parameter(p.detach().clone()) for p in shard.values()}
     for group in optimizer.param_groups:
-        group["params"] = [copies[id(p)] for p in group["params"] if id(p) in copies]
+        kept = [index for index, p in enumerate(group["params"]) if id(p) in copies]
+        group["params"] = [copies[id(group["params"][index])] for index in kept]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][index] for index in kept]
     return list(copies.values())

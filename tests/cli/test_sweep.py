@@ -197,6 +197,15 @@ def test_rows_are_sorted_by_the_best_metric_at_its_best():
     assert [row.training.values["lr"] for row in rows] == ["0.2", "0.3", "0.1", "0.4"]
 
 
+def test_the_best_accuracy_is_in_the_table(capsys, in_empty_folder):
+    """The last one may be another."""
+    reports = [reported(0.5, best_value=v) for v in (0.7, 0.9, 0.6, 0.8)]
+    sweep_output.show(results("--best-metric", "accuracy", "--best-mode", "max", reports=reports))
+    header, first, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header[:4] == ["lr", "best", "accuracy", "accuracy"]
+    assert first[:3] == ["0.2", "0.9000", "0.5000"]
+
+
 def test_the_table_and_its_files(tmp_path, capsys, in_empty_folder):
     found = results(reports=REPORTS)
     sweep_output.show(found)

@@ -304,6 +304,24 @@ def test_refuses_optimizers(make, message):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_names_of_parameters_go_with_them():
+    """They are what an optimizer's errors name."""
+    layers = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 3), nn.Linear(3, 1))
+
+    def worker(comm: Communicator) -> list[str]:
+        model = copy.deepcopy(layers)
+        optimizer = torch.optim.SGD(list(model.named_parameters()), 0.1)
+        with ParameterServer(model, comm, optimizer):
+            (group,) = optimizer.param_groups
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                assert torch.equal(p, model.get_parameter(name))
+            return group["param_names"]
+
+    first, second = run_ranks(2, worker)
+    assert {*first, *second} == {name for name, _ in layers.named_parameters()}
+    assert first and second
+
+
 def test_refuses_parameters_without_a_shape():
     model = nn.LazyLinear(1)
     with pytest.raises(UsageError, match="`weight` has no shape yet"):
