@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allstep.comm import Communicator
 from allstep.data import GlobalBatch, MicroBatch
 from allstep.data.random import derive_seed, seed_all
 from allstep.device import is_accelerator
@@ -16,7 +17,7 @@ from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.optimizer_watch import attached_here
 from allstep.exchange.stragglers import WorkerTimes
-from allstep.nn import Pipeline, num_calls_of, serve_others, serving
+from allstep.nn import Chain, Pipeline, num_calls_of, serve_others, serving
 from allstep.train.devices import to_device
 from allstep.train.elastic import LOST
 from allstep.train.elastic_loop import Elastic
@@ -264,13 +265,22 @@ class Batch:
         """The mean loss over the global batch, the same on every worker. Collective.
 
         For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
-        what `backward` was given, weighed as its gradients are (of sums, over the sum of weights);
-        call it after the loop over the batch, on every worker.
+        what `backward` was given, weighed as its gradients are (of sums, over the sum of weights),
+        also where it was given them on the workers of a chain's parts. Of arrays in windows it is
+        what the windows of this place give. Call it after the loop over the batch, on every worker.
         """
         sums = self._sums
         if sums is None:
             sums = self._exchanges[0].comm.all_reduce(self._losses.local_sums(self._device))
+            for workers in self._workers_of_chains():
+                sums[0] = workers.all_reduce(sums[0])
         return mean_of(sums)
+
+    def _workers_of_chains(self) -> Iterable[Communicator]:
+        """Along the axes of the models' chains, some of whose workers have no loss."""
+        divided = (x.model for x in self._exchanges if x.workers_with_other_parts)
+        chains = (m for model in divided for m in model.modules() if isinstance(m, Chain))
+        return dict.fromkeys(chain.parts.comm for chain in chains)
 
     def local_sums(self) -> Tensor:
         """Digits of this worker's part of the losses and of their weights, [2, digits].

@@ -17,6 +17,7 @@ import allstep
 from allstep import Communicator
 from allstep.data.random import seed_all
 from allstep.errors import UsageError
+from allstep.nn import Chain, ChainPart
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
@@ -539,6 +540,47 @@ def test_gradients_may_be_changed_where_the_exchange_is_left_to_the_end(size: in
         expected += clipped(model)[0]
     for found in run_ranks(size, train):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize(("data", "model"), [(1, 2), (2, 1), (2, 2)])
+def test_global_loss_of_a_chain_is_the_same_on_its_workers(
+    data: int, model: int, weighs: bool
+) -> None:
+    """Only those with the last part have a loss."""
+    samples = TensorDataset(torch.arange(30.0).view(10, 3) / 30)
+
+    def worker(comm: Communicator) -> list[float]:
+        along = min(model, comm.size)
+        mesh = comm.mesh(data=comm.size // along, model=along)
+        layers = [nn.Linear(3, 2), nn.Linear(2, 1)]
+        for layer in layers:
+            nn.init.constant_(layer.weight, 0.3)
+            nn.init.constant_(layer.bias, 0.1)
+        parts = [
+            ChainPart("first", layers[0], 0, ("x",), ("hidden",)),
+            ChainPart("second", layers[1], mesh["model"].size - 1, ("hidden",), ("y",)),
+        ]
+        chain = Chain(parts, mesh, inputs=("x",), outputs=("y",))
+        exchange = allstep.attach(chain, mesh["data"])
+        optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+        loader = allstep.data.loader(samples, mesh["data"], global_batch=4, micro_batch=2, seed=0)
+        found = []
+        for batch in allstep.steps(loader, exchange):
+            for (x,) in batch:
+                values, delegate = chain(x=x)
+                losses = values["y"].square().sum(1) if "y" in values else torch.zeros(len(x))
+                loss = losses.sum() if weighs else losses.mean()
+                batch.backward(loss + delegate, weight=len(x) if weighs else None)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(batch.global_loss())
+        return found
+
+    (expected,) = run_ranks(1, worker)
+    for found in run_ranks(data * model, worker):
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert expected[0] > 0.1
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
