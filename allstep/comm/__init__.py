@@ -7,9 +7,11 @@ from allstep.comm.activity import Activity as Activity
 from allstep.comm.communicator import Communicator
 from allstep.comm.divided import AlongAxis as AlongAxis
 from allstep.comm.divided import DividedModules as DividedModules
+from allstep.comm.divided import PartOfArray as PartOfArray
 from allstep.comm.divided import Shard as Shard
 from allstep.comm.divided import ShardHook as ShardHook
 from allstep.comm.divided import StageModules as StageModules
+from allstep.comm.divided import arrays_of as arrays_of
 from allstep.comm.divided import divided_modules as divided_modules
 from allstep.comm.divided import divided_prefixes as divided_prefixes
 from allstep.comm.divided import fsdp_modules as fsdp_modules
@@ -17,6 +19,7 @@ from allstep.comm.divided import local_parameters as local_parameters
 from allstep.comm.divided import parts_along_axes as parts_along_axes
 from allstep.comm.divided import shards_of as shards_of
 from allstep.comm.divided import stages_of as stages_of
+from allstep.comm.divided import workers_of_parts as workers_of_parts
 from allstep.comm.generations import await_others as await_others
 from allstep.comm.generations import note_ended as note_ended
 from allstep.comm.group import Topology as Topology

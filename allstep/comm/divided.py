@@ -190,6 +190,41 @@ class StageModules(AlongAxis, nn.ModuleDict):
         self.can_be_sharded = can_be_sharded
 
 
+class PartOfArray(nn.Module):
+    """A module of whose own parameters each worker has another part, in windows of any shape.
+
+    Args:
+        comm: the workers that have the parts.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self._comm = comm
+
+    @property
+    def comm(self) -> Communicator:
+        """The workers that have the parts."""
+        return self._comm
+
+
+def arrays_of(model: nn.Module) -> dict[str, PartOfArray]:
+    """name -> module, of those whose parameters are parts of several workers' arrays."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PartOfArray) and module.comm.size > 1
+    }
+
+
+def workers_of_parts(model: nn.Module) -> dict[str, Communicator]:
+    """name -> workers that have the parts of a parameter, be they shards or windows."""
+    found = {name: shard.comm for name, shard in shards_of(model).items()}
+    for prefix, module in arrays_of(model).items():
+        for name, _ in module.named_parameters(prefix, recurse=False):
+            found[name] = module.comm
+    return found
+
+
 def stages_of(model: nn.Module) -> dict[str, StageModules]:
     """name -> modules of the model that lie along an axis of several workers."""
     return {

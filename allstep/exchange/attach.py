@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import nn
 
-from allstep.comm import Communicator, fsdp_modules
+from allstep.comm import Communicator, arrays_of, fsdp_modules
 from allstep.comm.ddp import WITHOUT_DDP, find_ddp
 from allstep.device import is_accelerator
 from allstep.errors import UsageError, check_integer, named_part
@@ -109,7 +109,9 @@ def attach(
     check_fully_sharded(model, comm, policy)
     if comm.size > 1:
         tensors = ParameterSet(model).tensors
-        agree(comm, "attach a model", signature(tensors))
+        arrays = arrays_of(model).items()
+        parts = [(name, f"part {array.comm.rank} of its filters") for name, array in arrays]
+        agree(comm, "attach a model", [*signature(tensors), *parts])
         if tensors:
             with torch.no_grad():
                 comm.broadcast(tuple(t.detach() for t in tensors.values()), root=0)

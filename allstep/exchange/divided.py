@@ -10,6 +10,7 @@ from allstep.comm import (
     AlongAxis,
     Communicator,
     DividedModules,
+    arrays_of,
     divided_modules,
     shards_of,
     stages_of,
@@ -180,6 +181,13 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
         UsageError: names the module or parameter and the cure.
     """
     _check_axes(model, comm)
+    for name, array in arrays_of(model).items():
+        if array.comm is comm:
+            raise UsageError(
+                f"`model.{name}` has a part of its filters on each of the {comm.size} workers of"
+                " `comm`, which would all get rank 0's: attach the model to those that have the"
+                ' same part, as mesh["data"] where the grid is made of mesh["model"].'
+            )
     groups: dict[Communicator, str] = {}
     for name, modules in divided_modules(model).items():
         groups.setdefault(modules.comm, name)

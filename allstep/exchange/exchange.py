@@ -43,6 +43,7 @@ class Exchange(ABC):
         policy: how gradients are exchanged.
         shards: name -> shard, of the parameters of which workers along another axis of a mesh
             have other parts. [Note: shards]
+        cut: name -> workers that have the parts of a parameter, as shards or in windows.
         statistics: batch norm's running statistics.
         is_attached: until `detach`.
         num_exchanges: exchanges of gradients so far.
@@ -76,7 +77,7 @@ class Exchange(ABC):
         self._parts = PartGradients(
             model, self._parameters, self._divided, comm, is_exact=self.is_exact
         )
-        self.shards = self._parts.shards
+        self.shards, self.cut = self._parts.shards, self._parts.cut
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen

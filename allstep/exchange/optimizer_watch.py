@@ -157,7 +157,7 @@ def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
 
 
 def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
-    """Torch's optimizers of whole matrices would make another update of each part."""
+    """Torch's optimizers of whole matrices, or models, would make another update of each part."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     is_exact = exchange.is_fully_sharded and exchange.is_exact
     if is_fused and is_exact and not is_accelerator(exchange.comm.device):
@@ -168,7 +168,12 @@ def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> N
         )
     if not isinstance(optimizer, _OF_WHOLE_MATRICES):
         return
-    for name in exchange.shards:
+    if isinstance(optimizer, torch.optim.LBFGS) and exchange.workers_with_other_parts:
+        raise UsageError(
+            f"The {_kind(optimizer)} looks at all parameters at once, and each worker has a part of"
+            " the model: take an optimizer that looks at one at a time, as AdamW."
+        )
+    for name in exchange.cut:
         if id(exchange.trained.get(name)) in ids:
             raise UsageError(
                 f"The {_kind(optimizer)} looks at whole matrices, and of `{name}` each worker has a"

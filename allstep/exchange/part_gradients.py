@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from allstep.comm import Communicator, Shard, shards_of, stages_of
+from allstep.comm import Communicator, Shard, shards_of, stages_of, workers_of_parts
 from allstep.comm.reproducible import carried, digits_of, digits_of_squares, sum_of_digits
 from allstep.errors import UsageError
 from allstep.exchange.divided import DividedParameters
@@ -17,7 +17,7 @@ from allstep.torch_classes import is_dtensor, is_first_copy, local_part
 
 
 class PartGradients:
-    """The gradients of this worker's experts, shards and stages, and what others must know of them.
+    """The gradients of this worker's experts, stages and other parts, and what others must know.
 
     Args:
         model: the attached model.
@@ -28,6 +28,7 @@ class PartGradients:
 
     Attributes:
         shards: name -> shard, of parameters of which workers along another axis have other parts.
+        cut: name -> workers that have the parts of a parameter, as shards or in windows.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class PartGradients:
         self._comm = comm
         self._is_exact = is_exact
         self.shards: Mapping[str, Shard] = shards_of(model)
-        for name, shard in self.shards.items():  # a worker may have no forward pass before a step
-            model.get_parameter(name).shard_group = shard.comm  # type: ignore[attr-defined]
-        self._along_shards = list({shard.comm: None for shard in self.shards.values()})
+        self.cut: Mapping[str, Communicator] = workers_of_parts(model)
+        for name, workers in self.cut.items():  # optimizers add up the parts' norms over them
+            model.get_parameter(name).shard_group = workers  # type: ignore[attr-defined]
+        self._along_cuts = list(dict.fromkeys(self.cut.values()))
         self._along_stages = list({stages.comm: None for stages in stages_of(model).values()})
         self._versions: list[float] | None = None  # of the global gradients
         self._has_told = False
@@ -139,7 +141,7 @@ class PartGradients:
         no layers that are cut.
         """
         over_data = [self._comm] if self._divided.has_modules else []
-        return [*self._along_shards, *over_data, *self._along_stages]
+        return [*self._along_cuts, *over_data, *self._along_stages]
 
     def _seen(self) -> list[float]:
         """What changes with the gradients."""
@@ -150,12 +152,11 @@ class PartGradients:
         return [*numbers, *(x._version for x in found)]
 
     def _square_of_whole(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Of parameters by name, with the shards that others have of them. Collective."""
-        shards = self.shards
-        total = self._square(p for name, p in parameters.items() if name not in shards)
-        for comm in self._along_shards:
-            cut = (p for n, p in parameters.items() if n in shards and shards[n].comm is comm)
-            total = total + comm.all_reduce(self._square(cut))
+        """Of parameters by name, with the parts that others have of them. Collective."""
+        total = self._square(p for name, p in parameters.items() if name not in self.cut)
+        for comm in self._along_cuts:
+            parts = (p for name, p in parameters.items() if self.cut.get(name) is comm)
+            total = total + comm.all_reduce(self._square(parts))
         return total
 
     def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from allstep.comm import PartOfArray
 from allstep.errors import UsageError
 from allstep.nn.batch_last import from_batch_last, to_batch_last
 from allstep.nn.filter_parts import Filters, cut_filters
@@ -23,7 +24,7 @@ from allstep.nn.windows import Grid, Layout, Reach, Window
 from allstep.nn.windows.receptive import pair
 
 
-class _Blocks(nn.Module):
+class _Blocks(PartOfArray):
     """The blocks of this worker, and their filters."""
 
     bias_names: ClassVar[tuple[str, ...]] = ("bias",)  # for `allstep.optim.groups`
@@ -31,7 +32,7 @@ class _Blocks(nn.Module):
     def __init__(
         self, windows: OverWindows, in_channels: int, depth: int, weight: nn.Parameter
     ) -> None:
-        super().__init__()
+        super().__init__(windows.grid.comm)
         self.in_channels = in_channels
         self.depth = depth
         self.weight = weight
@@ -57,6 +58,9 @@ class _Blocks(nn.Module):
     def _filters(self) -> dict[Window, Filters]:
         """The weight of the inner blocks and of the strips around them."""
         windows = self._windows
+        if self.comm.size > 1:
+            for p in self.parameters(recurse=False):  # a copy has lost it
+                p.shard_group = self.comm  # type: ignore[attr-defined]
         parts = [windows.outputs]
         if not windows.is_local:
             parts = [p for p in (windows.inner, *windows.strips) if p.num_positions]

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator, divided_modules, fsdp_modules, parts_along_axes
+from allstep.comm import (
+    Communicator,
+    arrays_of,
+    divided_modules,
+    fsdp_modules,
+    parts_along_axes,
+)
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, seed_all
 from allstep.errors import UsageError, first_few
@@ -48,6 +54,12 @@ class LoopState:
         parts: Mapping[str, Stateful],
     ) -> None:
         _check_arguments(loader, exchanges, parts)
+        for name in (name for exchange in exchanges for name in arrays_of(exchange.model)):
+            raise UsageError(
+                f"`model.{name}` has other filters on each worker of its grid, which have no name"
+                " in a checkpoint of all: give them as `allstep.nn.DividedTensor`s to"
+                " `allstep.train.Checkpoints`."
+            )
         self.loader, self.exchanges, self.parts = loader, exchanges, dict(parts)
         self.comm = _all_workers(exchanges)
         self._model_of = {name: _divided_model(name, x, exchanges) for name, x in parts.items()}

@@ -15,6 +15,7 @@ import allstep
 from allstep import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import attach
+from allstep.nn import Chain, ChainPart
 from tests.exchange.nets import mlp, shard
 from tests.helpers.ranks import run_ranks
 
@@ -308,3 +309,23 @@ def test_an_update_with_gradients_that_were_not_exchanged_is_told_of(
     is_same = make_gradients is synchronized
     assert torch.equal(*found) == is_same
     assert caplog.text.count("no gradient was exchanged since its last one") == (not is_same)
+
+
+def test_lbfgs_of_a_part_of_the_model_is_refused() -> None:
+    """Each worker would take a direction and a length of its own."""
+
+    def worker(comm: Communicator) -> None:
+        parts = [
+            ChainPart("first", lambda: nn.Linear(2, 3), 0, ("x",), ("hidden",)),
+            ChainPart("second", lambda: nn.Linear(3, 1), comm.size - 1, ("hidden",), ("y",)),
+        ]
+        mesh = comm.mesh(data=1, model=comm.size)
+        model = Chain(parts, mesh, inputs=("x",), outputs=("y",))
+        attach(model, mesh["data"])
+        values, delegate = model(x=torch.ones(4, 2))
+        (sum(y.sum() for y in values.values()) + delegate).backward()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(UsageError, match="The LBFGS looks at all parameters at once"):
+            optimizer.step(lambda: torch.zeros(()))
+
+    run_ranks(2, worker)
