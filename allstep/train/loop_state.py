@@ -90,17 +90,22 @@ class LoopState:
         return [whole_tensors(x.model, x.model.state_dict()) for x in self.exchanges]
 
     def gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
-        """Name -> gradient, of each model that it is to be kept of; more may be added."""
+        """Name -> gradient, of each model that it is to be kept of; more may be added.
+
+        Of other models it is None: what is there was used, and will be zero. Optimizers update by
+        their momentum what has such a gradient, and leave alone what has none.
+        """
         found = []
         for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
-            items = exchange.with_gradients.items()
-            kept = {n: p.grad for n, p in items if is_kept and p.grad is not None}
-            found.append(whole_tensors(exchange.model, kept))
+            there = {n: p.grad for n, p in exchange.with_gradients.items() if p.grad is not None}
+            kept = whole_tensors(exchange.model, there if is_kept else {})
+            found.append(kept if is_kept else dict.fromkeys(there))
         return found
 
     def awaits_update(self, state: Mapping[str, Any]) -> list[bool]:
         """Of which models a state has gradients that no update was made of."""
-        return [bool(stored) for stored in state["gradients"] or [{}] * len(self.exchanges)]
+        gradients = state["gradients"] or [{}] * len(self.exchanges)
+        return [any(x is not None for x in stored.values()) for stored in gradients]
 
     def trained(self) -> list[dict[str, bool]]:
         """Name -> whether a parameter is trained, rather than frozen; of each model."""
@@ -133,7 +138,10 @@ class LoopState:
             if model is not None and isinstance(part, Optimizer) and name in parts:
                 parts[name] = local_optimizer(model, part, parts[name])
         own = zip(self.exchanges, state["gradients"] or (), strict=False)
-        gradients = [local_tensors(exchange.model, stored) for exchange, stored in own]
+        gradients = []
+        for exchange, stored in own:
+            kept = {name: x for name, x in stored.items() if x is not None}
+            gradients.append(dict.fromkeys(stored) | local_tensors(exchange.model, kept))
         exchanges = [
             own_exchange(exchange, stored)
             for exchange, stored in zip(self.exchanges, state["exchanges"], strict=False)
@@ -186,8 +194,9 @@ class LoopState:
             # Those that are trained since `attach`, too, which the exchange does not know yet.
             parameters = {**dict(exchange.model.named_parameters()), **exchange.with_gradients}
             for name, gradient in stored.items():
-                p = parameters[name]
-                p.grad = gradient.to(p.device)
+                p = parameters.get(name)
+                if p is not None:  # which other workers have of a divided model
+                    p.grad = torch.zeros_like(p) if gradient is None else gradient.to(p.device)
 
     def position(self) -> dict[str, Any]:
         """Where loader and exchanges are, as every worker knows by itself."""

@@ -121,6 +121,41 @@ def test_gradients_are_kept_where_no_step_was_made(tmp_path: Path) -> None:
     assert not differing_names(found["model"], whole["model"])
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_of_zero_are_zero_again(set_to_none: bool, tmp_path: Path) -> None:
+    """Then momentum moves a layer that a step does not use; it does not where there is none."""
+    samples = TensorDataset(torch.arange(24.0).view(12, 2) / 24)
+
+    def life(run_dir: Path, stop: int = 6) -> dict[str, Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+        exchange = allstep.attach(layers, alone())
+        loader = allstep.data.loader(samples, alone(), global_batch=2, micro_batch=2)
+        state = {"optimizer": optimizer}
+        with allstep.AutoCheckpoint(
+            run_dir, loader, exchange, state=state, every_steps=1
+        ) as checkpoint:
+            for _ in checkpoint.epochs(1):
+                for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                    if batch.step == stop:
+                        raise CrashError
+                    for (x,) in batch:
+                        batch.backward(
+                            layers[0](x).square().mean()
+                            + (layers[1](x).square().mean() if batch.step == 0 else 0)
+                        )
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=set_to_none)
+        return layers.state_dict()
+
+    whole = life(tmp_path / "whole")
+    with pytest.raises(CrashError):
+        life(tmp_path / "run", 3)
+    assert not differing_names(life(tmp_path / "run"), whole)
+
+
 def test_several_models_optimizers_schedules_and_a_scaler_go_on(tmp_path: Path) -> None:
     samples = TensorDataset(torch.arange(48.0).view(24, 2) / 48)
 
