@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from allstep.errors import UsageError
+from allstep.errors import check_positive, check_share
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,8 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise UsageError(f"`lr` (={self.lr!r}) must be positive; DiLoCo uses 0.7.")
-        if not 0 <= self.momentum < 1:
-            raise UsageError(
-                f"`momentum` (={self.momentum!r}) must be at least 0 and below 1; DiLoCo uses 0.9."
-            )
+        check_positive("lr", self.lr, "DiLoCo uses 0.7")
+        check_share("momentum", self.momentum, "[0, 1)", "DiLoCo uses 0.9")
 
     def step_(self, anchor: Tensor, d: Tensor, momentum_buffer: Tensor) -> None:
         """Moves the anchor, in place.

@@ -187,6 +187,11 @@ class LocalSGD(ExchangePolicy):
         super().__post_init__()
         check_integer("sync_every", self.sync_every)
         check_integer("local_after_step", self.local_after_step, 0)
+        if not isinstance(self.outer_optimizer, Nesterov | None):
+            raise UsageError(
+                f"`outer_optimizer` (={self.outer_optimizer!r}) must be None, or an"
+                " `allstep.Nesterov`."
+            )
         if not self.wire_format.is_lossless and not self.local_after_step:
             raise UsageError(
                 f"`compression` (={self.compression!r}) is for gradients, and none are exchanged"

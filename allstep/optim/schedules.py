@@ -7,9 +7,9 @@ stays at its last value, often 0, would train nothing in silence. `hold` allows 
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from allstep.errors import UsageError, check_share
+from allstep.errors import UsageError, check_not_negative, check_positive, check_share
 
 Schedule = Callable[[int], float]
 
@@ -81,8 +81,7 @@ def poly(
     >>> [poly(4, power=1.0)(step) for step in range(5)]
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    if not power > 0:
-        raise UsageError(f"`power` (={power}) must be positive; 2 is the usual choice.")
+    check_positive("power", power, "2 is the usual choice")
     return _decay(total_steps, warmup_steps, final, lambda progress: (1 - progress) ** power)
 
 
@@ -104,7 +103,11 @@ def step_decay(milestones: Sequence[int], factor: float = 0.1) -> Schedule:
     >>> [step_decay([2, 4], factor=0.5)(step) for step in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
+    if not isinstance(milestones, Iterable):
+        raise UsageError(f"`milestones` (={milestones!r}) must be steps, such as [30, 60, 80].")
     steps = list(milestones)
+    for step in steps:
+        check_not_negative("milestones", step, "each is a step")
     check_share("factor", factor, "(0, 1]", "0.1 is usual")
     if any(late <= early for early, late in itertools.pairwise(steps)):
         raise UsageError(f"`milestones` (={steps}) must increase; sort them and drop repeats.")
@@ -136,8 +139,7 @@ def slow_start(total_steps: int) -> Schedule:
 
     Source: Akiba et al., 2017, arXiv:1711.04325, section 2.
     """
-    if not total_steps >= 1:
-        raise UsageError(f"`total_steps` (={total_steps}) must be positive.")
+    check_positive("total_steps", total_steps, "it is of the whole run")
     parts = ((40, 0.5), (70, 0.075), (85, 0.01), (90, 0.001))
 
     def multiplier(step: int) -> float:
@@ -189,7 +191,8 @@ def _decay(
     total_steps: int, warmup_steps: int, final: float, shape: Callable[[float], float]
 ) -> Schedule:
     check_warmup(warmup_steps)
-    if not total_steps > warmup_steps:
+    check_positive("total_steps", total_steps, "it is of the whole run")
+    if total_steps <= warmup_steps:
         raise UsageError(
             f"`total_steps` (={total_steps}) must exceed `warmup_steps` (={warmup_steps});"
             " train longer or warm up less."
@@ -208,8 +211,7 @@ def _decay(
 
 def check_warmup(warmup_steps: int) -> None:
     """Raises UsageError for a warm-up of negative length."""
-    if not warmup_steps >= 0:
-        raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
+    check_not_negative("warmup_steps", warmup_steps, "0 leaves it out")
 
 
 def check_schedule(schedule: object) -> None:

@@ -87,6 +87,10 @@ class Evaluator:
                 f"`metrics` (={metrics!r}) must be a function: (model, micro-batch) -> sums and"
                 " counts by name."
             )
+        if not isinstance(comm, Communicator):
+            raise UsageError(
+                f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
+            )
         if not isinstance(shares, Shares | None):
             raise UsageError(f"`shares` (={shares!r}): give `loader.shares`, or None.")
         self.totals: dict[str, tuple[float, float]] = {}

@@ -303,7 +303,13 @@ def test_detach_leaves_no_hook() -> None:
             lambda: _made(sync_every=1, local_after_step=-1),
             r"`local_after_step` \(=-1\) must be at least 0",
         ),
-        (lambda: Nesterov(lr=0), r"`lr` \(=0\) must be positive; DiLoCo uses 0.7"),
+        (lambda: Nesterov(lr=0), r"`lr` \(=0\) must be above 0 and finite; DiLoCo uses 0.7"),
+        (lambda: Nesterov(lr="a"), r"`lr` \(='a'\) must be above 0"),
+        (lambda: Nesterov(momentum=None), r"`momentum` \(=None\) must be at least 0"),
+        (
+            lambda: LocalSGD(sync_every=2, outer_optimizer=0.7),
+            r"`outer_optimizer` \(=0.7\) must be None, or an `allstep.Nesterov`",
+        ),
         (lambda: Nesterov(momentum=1), r"`momentum` \(=1\) must be at least 0 and below 1"),
     ],
 )

@@ -131,17 +131,22 @@ def test_multipliers_are_bounded_and_fall_after_the_warmup(
         (lambda: gradual_warmup(constant(), -1), r"`warmup_steps` \(=-1\) must be 0 or more"),
         (lambda: cosine(5, 5), r"`total_steps` \(=5\) must exceed `warmup_steps` \(=5\)"),
         (lambda: cosine(5, -2), r"`warmup_steps` \(=-2\) must be 0 or more"),
-        (lambda: cosine(math.nan), r"`total_steps` \(=nan\) must exceed"),  # type: ignore[arg-type]
+        (lambda: cosine(math.nan), r"`total_steps` \(=nan\) must be above 0"),  # type: ignore[arg-type]
         (lambda: gradual_warmup(constant(), math.nan), r"`warmup_steps` \(=nan\)"),  # type: ignore[arg-type]
         (lambda: cosine(5)(math.nan), r"`step` \(=nan\) must be 0 or more"),  # type: ignore[arg-type]
-        (lambda: slow_start(math.nan), r"`total_steps` \(=nan\) must be positive"),  # type: ignore[arg-type]
+        (lambda: slow_start(math.nan), r"`total_steps` \(=nan\) must be above 0"),  # type: ignore[arg-type]
         (lambda: cosine(5, final=1.5), r"`final` \(=1.5\) must be 0 to 1"),
-        (lambda: poly(0), r"`total_steps` \(=0\) must exceed"),
-        (lambda: poly(5, power=0.0), r"`power` \(=0.0\) must be positive"),
-        (lambda: poly(5, power=math.nan), r"`power` \(=nan\) must be positive"),
+        (lambda: poly(0), r"`total_steps` \(=0\) must be above 0"),
+        (lambda: poly(5, power=0.0), r"`power` \(=0.0\) must be above 0"),
+        (lambda: poly(5, power=math.nan), r"`power` \(=nan\) must be above 0"),
         (lambda: step_decay([3], factor=0.0), r"`factor` \(=0.0\) must be above 0"),
         (lambda: step_decay([3, 3]), r"`milestones` \(=\[3, 3\]\) must increase"),
-        (lambda: slow_start(0), r"`total_steps` \(=0\) must be positive"),
+        (lambda: cosine("10"), r"`total_steps` \(='10'\) must be above 0"),  # type: ignore[arg-type]
+        (lambda: gradual_warmup(constant(), "3"), r"`warmup_steps` \(='3'\) must be 0 or more"),  # type: ignore[arg-type]
+        (lambda: poly(10, power="a"), r"`power` \(='a'\) must be above 0"),  # type: ignore[arg-type]
+        (lambda: step_decay(3), r"`milestones` \(=3\) must be steps"),  # type: ignore[arg-type]
+        (lambda: step_decay(["a"]), r"`milestones` \(='a'\) must be 0 or more"),  # type: ignore[list-item]
+        (lambda: slow_start(0), r"`total_steps` \(=0\) must be above 0"),
     ],
 )
 def test_bad_arguments(make: object, message: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator
-from allstep.errors import UsageError
+from allstep.errors import check_share
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireState
 from allstep.exchange.wires.error_feedback import LossyFormat, keep_unsent, with_residual
@@ -46,10 +46,7 @@ class TopK(LossyFormat):
     name: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise UsageError(
-                f"`fraction` (={self.fraction!r}) must be above 0 and at most 1; 0.01 is usual."
-            )
+        check_share("fraction", self.fraction, "(0, 1]", "0.01 is usual")
 
     def _sum(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
