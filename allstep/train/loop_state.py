@@ -97,7 +97,8 @@ class LoopState:
         """
         found = []
         for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
-            there = {n: p.grad for n, p in exchange.with_gradients.items() if p.grad is not None}
+            parameters = _parameters(exchange).items()
+            there = {name: p.grad for name, p in parameters if p.grad is not None}
             kept = whole_tensors(exchange.model, there if is_kept else {})
             found.append(kept if is_kept else dict.fromkeys(there))
         return found
@@ -191,8 +192,7 @@ class LoopState:
             for exchange, stored in zip(self.exchanges, state["exchanges"], strict=True):
                 exchange.load_state_dict(stored)
         for exchange, stored in zip(self.exchanges, state["gradients"] or (), strict=False):
-            # Those that are trained since `attach`, too, which the exchange does not know yet.
-            parameters = {**dict(exchange.model.named_parameters()), **exchange.with_gradients}
+            parameters = _parameters(exchange)
             for name, gradient in stored.items():
                 p = parameters.get(name)
                 if p is not None:  # which other workers have of a divided model
@@ -235,6 +235,11 @@ class BeforeStep:
             buffer.copy_(value)
         for p, gradient in self._gradients:
             p.grad = None if gradient is None else gradient.clone()
+
+
+def _parameters(exchange: Exchange) -> dict[str, nn.Parameter]:
+    """All that may have a gradient: also what is frozen by now, or trained since `attach`."""
+    return {**dict(exchange.model.named_parameters()), **exchange.with_gradients}
 
 
 def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:

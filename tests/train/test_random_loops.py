@@ -1,0 +1,43 @@
+"""Loops of a user's own, drawn by a seed: the same on any number of workers, and in any lives."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.generators import thread_generators  # noqa: F401
+from tests.helpers.random_loops import differences, loop_of
+
+
+@pytest.fixture
+def in_float64(thread_generators: None) -> Iterator[None]:  # noqa: F811
+    """And without torch's warnings of layers that have no gradient in some epochs."""
+    torch.set_default_dtype(torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def check(first: int, num_seeds: int, folder: Path) -> None:
+    for seed in range(first, first + num_seeds):
+        assert differences(seed, folder / str(seed)) == [], f"seed {seed}: {loop_of(seed)}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_loop(seed: int, in_float64: None, tmp_path: Path) -> None:
+    check(seed, 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 180, 20))
+def test_some_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
+    check(first, 20, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1000, 3000, 100))
+def test_many_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
+    check(first, 100, tmp_path)
