@@ -92,7 +92,7 @@ class Stragglers:
         own_times: of this worker's last step, for the others to know.
         words: who is slow now and why, said before or not; empty if nobody is.
 
-    >>> usual, slow = WorkerTimes(0.01, 0.1), WorkerTimes(0.01, 0.15)
+    >>> usual, slow = WorkerTimes(0.01, 0.1, 0.0, 1), WorkerTimes(0.01, 0.15, 0.0, 1)
     >>> stragglers = Stragglers()
     >>> told = torch.tensor([times.digits() for times in (usual, slow, usual)])
     >>> said = [stragglers.see(told) for _ in range(20)]
@@ -159,12 +159,19 @@ def _slowest(times: Tensor) -> tuple[int, str, str] | None:
     busy_s = spent_s.sum(-1)  # what the others wait for
     of_workers_s = _median(busy_s, 0)
     rank = int(of_workers_s.argmax())
-    others = [r for r in range(len(of_workers_s)) if r != rank]
+    num_run = times[..., len(_KINDS) + 1]
+    are_used = (_median(num_run, 0) > 0).tolist()  # not where there are fewer micro-batches
+    others = [r for r, is_used in enumerate(are_used) if is_used and r != rank]
+    if not others:
+        return None
     slow_s, usual_s = float(of_workers_s[rank]), float(_median(of_workers_s[others], 0))
     is_slow = busy_s[:, rank] > _SLOWER * _median(busy_s[:, others], 1)
     if not (slow_s > _SLOWER * usual_s and slow_s - usual_s > _LEAST_S):
         return None
     if is_slow.sum() < _FEW_TIMES * len(times):
+        return None
+    of_one_s = _median(busy_s / num_run.clamp(min=1), 0)
+    if not of_one_s[rank] > _SLOWER * _median(of_one_s[others], 0):  # it has more of them
         return None
     spent_s = _median(spent_s, 0)
     own_s, usual_spent_s = spent_s[rank], _median(spent_s[others], 0)

@@ -61,6 +61,19 @@ def test_no_word_when_all_is_well() -> None:
     assert not said(lambda step: [USUAL])
 
 
+def test_no_word_of_a_worker_that_has_more_to_do() -> None:
+    """Of three micro-batches, or of one, that two workers have; but it may be slow with it."""
+    two = USUAL._replace(num_micro_batches=2)
+    one = WorkerTimes(two.data_s / 2, two.compute_s / 2, 0.1, 1)
+    assert not said(lambda step: [two, one])
+    assert not said(lambda step: [one, WorkerTimes(data_s=1e-6, wait_s=0.1)])
+    assert not said(lambda step: [WorkerTimes(wait_s=0.1), one, WorkerTimes(wait_s=0.1)])
+    slow = two._replace(compute_s=0.2)
+    assert list(said(lambda step: [slow, one]).values()) == [
+        f"rank 0 is 3.8x slower than the median: compute, 200 ms a step, not 50 ({COMPUTE_CURE})"
+    ]
+
+
 def test_another_worker_and_a_relapse_are_new_words() -> None:
     slow = USUAL._replace(compute_s=0.3)
     by_phase = [[slow, USUAL, USUAL], [USUAL, slow, USUAL], [USUAL] * 3, [USUAL, slow, USUAL]]
