@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from allstep.comm import Communicator, Mesh, Shard, ShardHook, fsdp_modules, shards_of
@@ -51,7 +52,7 @@ def tensor_parallel(
             wrong, if one of a convolution is divided, if SequenceParallel is for another kind of
             dropout, or if FSDP2 has sharded the model before. In a forward pass, if the plan cuts
             a layer's input or output in unequal parts, or a convolution's input otherwise than
-            by samples.
+            by samples. In a backward pass that is to be differentiated itself (`create_graph`).
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -83,6 +84,7 @@ def tensor_parallel(
             _check_layout(f"{prefix}.{name}".lstrip("."), module, p, axis, size)
         if own:
             _LocalShards(module, own, mesh, axis).register()
+            module.register_forward_hook(partial(_watch_backward, named_part(prefix)))
         if own and isinstance(module, _ConvNd):
             module.register_forward_pre_hook(partial(_check_convolution, named_part(prefix)))
     return model
@@ -135,6 +137,23 @@ class _LocalShards(ShardHook):
     def _give_back(self, module: nn.Module, inputs: Any, output: Any) -> None:
         module._parameters.update(self.local)
         self.local.clear()
+
+
+def _watch_backward(which: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Has the way back of a layer's output refused where it is to be differentiated again."""
+    for value in output if isinstance(output, tuple | list) else (output,):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(partial(_refuse_graph, which))  # type: ignore[no-untyped-call]
+
+
+def _refuse_graph(which: str, gradient: Tensor) -> None:
+    """In such a backward pass alone grad mode is on."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            f"`create_graph` (=True): torch's DTensors lose the graph of a backward pass, so that a"
+            f" gradient penalty would have no gradient through {which}, which `plan` divides."
+            " Leave the layers out of `plan` through which a gradient is differentiated."
+        )
 
 
 def _check_convolution(which: str, convolution: _ConvNd, inputs: tuple[Any, ...]) -> None:

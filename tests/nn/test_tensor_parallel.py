@@ -490,6 +490,36 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
             assert words in message
 
 
+def differentiate_twice(comm: Communicator) -> tuple[str, dict[str, Tensor]]:
+    """What is said to a gradient penalty, and gradients of the penalty past the divided layers."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *mlp(6)).double()
+    plan = {"2": ColwiseParallel(), "3": RowwiseParallel()}
+    tensor_parallel(model, comm.mesh(data=1, tensor=comm.size), plan)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def penalize(module: nn.Module) -> None:
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    said = refused(lambda: penalize(model)) if comm.size > 1 else ""
+    model.zero_grad()
+    penalize(model[:2])
+    return said, {name: p.grad for name, p in model[:2].named_parameters()}
+
+
+@pytest.mark.process
+def test_gradient_penalty_through_divided_layers() -> None:
+    """Its gradient would be lost without a word."""
+    _, expected = differentiate_twice(Communicator.single_process())
+    for said, found in run_processes(2, differentiate_twice):
+        assert "`create_graph` (=True): torch's DTensors lose the graph" in said
+        assert "no gradient through `model.3`, which `plan` divides" in said
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 def lose_a_worker_of_the_axis(dies: bool) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
