@@ -1,6 +1,6 @@
 """Modules on several ranks, and the values that go from one to the next, with gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,28 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def fault_of_shared(kind: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Why parts of a model would part: each copy of what they share has a part of the gradient.
+
+    Args:
+        kind: what a part is called.
+        modules: which part -> its module.
+
+    >>> tied = nn.Linear(2, 2)
+    >>> fault_of_shared("stage", {"0": tied, "1": nn.Sequential(tied)})
+    '`stages`: `0.weight` of stage 1 is also a parameter of stage 0; give each its own, or put ...'
+    """
+    owners: dict[nn.Parameter, str] = {}
+    for which, module in modules.items():
+        for name, p in module.named_parameters():
+            if owners.setdefault(p, which) != which:
+                return (
+                    f"`{kind}s`: `{name}` of {kind} {which} is also a parameter of {kind}"
+                    f" {owners[p]}; give each its own, or put what shares it in one {kind}."
+                )
+    return None
+
+
 class Chain(nn.Module):
     """A model whose modules lie on several workers, joined in any graph without circles.
 
@@ -70,7 +92,8 @@ class Chain(nn.Module):
 
     Raises:
         UsageError: before anything runs, if parts wait for each other in a circle, if a value is
-            taken and never made, made twice, or made and never taken, or if there is no such rank.
+            taken and never made, made twice, or made and never taken, if there is no such rank, or
+            if parts share a parameter.
         DisagreementError: if workers describe other parts.
 
     Example:
@@ -101,7 +124,8 @@ class Chain(nn.Module):
             (part.name, part.rank, part.inputs, part.outputs) for part in parts
         ]
         details.append(("the chain", tuple(inputs), tuple(outputs)))
-        fault = _fault(parts, inputs, outputs, comm.size)
+        given = {f"`{p.name}`": p.module for p in parts if isinstance(p.module, nn.Module)}
+        fault = _fault(parts, inputs, outputs, comm.size) or fault_of_shared("part", given)
         agree(comm, "make a Chain", details, fault=fault)
         self._order = _in_order(parts, inputs)
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
@@ -112,6 +136,8 @@ class Chain(nn.Module):
             if part.rank == comm.rank:
                 module = part.module
                 self.parts[part.name] = module if isinstance(module, nn.Module) else module()
+        made = {f"`{name}`": module for name, module in self.parts.items()}
+        agree(comm, "make a Chain of these parts", fault=fault_of_shared("part", made))
 
     def forward(self, **values: Value) -> tuple[dict[str, Any], Tensor]:
         """Runs this worker's parts; all workers call it.

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from allstep.comm import Communicator, Mesh, StageModules, divided_modules
 from allstep.comm.agreement import agree
 from allstep.errors import UsageError
-from allstep.nn.chain import seeded
+from allstep.nn.chain import fault_of_shared, seeded
 from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words, shapes_of
 from allstep.nn.replicated import seed_at
 from allstep.torch_classes import is_dtensor
@@ -93,7 +93,8 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self._comm = comm = mesh[axis]
-        fault = _fault(len(stages), comm.size, schedule) or _fault_of_shared(stages)
+        given = {str(i): s for i, s in enumerate(stages) if isinstance(s, nn.Module)}
+        fault = _fault(len(stages), comm.size, schedule) or fault_of_shared("stage", given)
         agree(comm, "make a Pipeline", [("it", len(stages), schedule)], fault=fault)
         self.weight = weight
         self._schedule = schedule
@@ -108,7 +109,9 @@ class Pipeline(nn.Module):
             stage = stages[number]
             with seeded(seed_at(seed, number), comm.device):
                 self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
-        agree(comm, "make a Pipeline of these stages", fault=_fault_of(self.stages))
+        made = dict(self.stages.items())
+        fault = fault_of_shared("stage", made) or _fault_of(self.stages)
+        agree(comm, "make a Pipeline of these stages", fault=fault)
         self._expert_workers = _expert_workers_of(self.stages)
         self._micro_batches = MicroBatches(inputs, loss, comm.device)
         self._schedules: dict[Hashable, _PipelineSchedule] = {}
@@ -418,19 +421,6 @@ def _fault(num_stages: int, size: int, schedule: str) -> str | None:
     if num_stages == 0 or num_stages % size:
         workers = f"the {size} workers" if size > 1 else "the worker"
         return f"`stages` are {num_stages}, which must be a multiple of {workers} along the axis."
-    return None
-
-
-def _fault_of_shared(stages: Sequence[nn.Module | Callable[[], nn.Module]]) -> str | None:
-    """Why the stages' parameters would part, each copy with a part of the gradient."""
-    owners: dict[nn.Parameter, int] = {}
-    for number, stage in enumerate(stages):
-        for name, p in stage.named_parameters() if isinstance(stage, nn.Module) else ():
-            if owners.setdefault(p, number) != number:
-                return (
-                    f"`stages`: `{name}` of stage {number} is also a parameter of stage"
-                    f" {owners[p]}; give each its own, or put what shares it in one stage."
-                )
     return None
 
 

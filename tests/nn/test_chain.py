@@ -266,6 +266,25 @@ def test_chain_refuses_a_graph_before_anything_runs(parts, message):
         graph(*parts)
 
 
+@pytest.mark.parametrize("is_made", [False, True])
+@pytest.mark.parametrize("last", [0, 1])
+def test_chain_of_parts_that_share_a_parameter(is_made, last):
+    """On several workers each copy would have a part of the gradient; refused on one, too."""
+    tied = [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))]
+    tied[1][0].weight = tied[0].weight
+    a, c = [(lambda m=m: m) if is_made else m for m in tied]
+
+    def work(comm: Communicator) -> None:
+        middle = ChainPart("b", nn.Tanh(), last, ("h",), ("z",))
+        rank = 0 if is_made else last  # a function is called on its rank alone
+        ends = [ChainPart("a", a, 0, ("x",), ("h",)), ChainPart("c", c, rank, ("z",), ("y",))]
+        error = DisagreementError if is_made and comm.rank > 0 else UsageError
+        with pytest.raises(error, match=r"`0\.weight` of part `c` is also a parameter of part `a`"):
+            chain_on(comm, [ends[0], middle, ends[1]])
+
+    run_ranks(last + 1, work)
+
+
 def test_chain_input_that_is_not_given():
     with pytest.raises(UsageError, match="`x` is not given, and a part on rank 0 takes it"):
         graph(("a", 0, ("x",), ("y",)))()

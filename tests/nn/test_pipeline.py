@@ -366,6 +366,9 @@ def test_stages_that_are_no_pipeline() -> None:
     assert refusal(stages=tied).startswith(
         "`stages`: `weight` of stage 1 is also a parameter of stage 0"
     )
+    assert refusal(stages=[lambda: tied[0], nn.Tanh, lambda: tied[1]]).startswith(
+        "`stages`: `weight` of stage 2 is also a parameter of stage 0"
+    )
     assert refusal(stages=[lambda: nn.Sequential(nn.BatchNorm1d(2))]).startswith(
         "`stages.0.0` is a BatchNorm1d with running statistics"
     )
