@@ -429,8 +429,8 @@ def _fault_of(stages: StageModules) -> str | None:
     for name, module in stages.named_modules(prefix="stages"):
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             return (
-                f"`{name}` is a {type(module).__name__} with running statistics, which torch's"
-                " schedules would change in finding out shapes: use group or layer norm, or"
+                f"`{name}` is a {type(module).__name__} with running statistics, which a pipeline"
+                " doesn't keep for a global batch: use group or layer norm, or"
                 " `track_running_stats=False`."
             )
     others = {n: axis for n, axis in _axes_of(stages.mesh).items() if n != stages.axis}

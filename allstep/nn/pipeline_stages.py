@@ -1,11 +1,12 @@
 """The micro-batches in a pipeline, and stages that torch's engine calls by their numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from allstep.comm.layout import dtype_name
 from allstep.errors import UsageError
@@ -92,14 +93,16 @@ class MicroBatches:
 
     def calling(self, number: int, place: object, stage: nn.Module) -> AbstractContextManager[None]:
         """Around a stage's call with a micro-batch."""
-        if number < len(self._data):
-            return self.seeded(number, place)
-        return serving(stage)
+        return serving(stage) if self.is_repeated(number) else self.seeded(number, place)
+
+    def is_repeated(self, number: int) -> bool:
+        """Whether it is run for other copies of the model only. [Note: copies in step]"""
+        return number >= len(self._data)
 
     def weighed_loss(self, output: Any, number: Tensor | int) -> Tensor:
         """What is differentiated; the loss itself is noted."""
         number = int(number)
-        if number >= len(self._data):
+        if self.is_repeated(number):
             outputs = output if isinstance(output, tuple) else (output,)
             return 0 * torch.stack([x.sum() for x in outputs]).sum()
         with self.seeded(number, "loss"):
@@ -140,14 +143,17 @@ class Stages(nn.Module):
         number = int(number)
         if self._are_sharded:
             torch.clear_autocast_cache()  # [Note: casts of shards]
-        if self._has_fixed_shapes and self._shapes is None:
+        is_trial = self._has_fixed_shapes and self._shapes is None
+        if is_trial:
             # Torch looks for shapes with numbers that nobody has set: workers that share an expert
             # would choose different tokens for it.
             values = tuple(x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0) for x in values)
         found: Any = values if self._numbers[0] > 0 else self._micro_batches.inputs(number)
-        for place, stage in zip(self._numbers, self._members, strict=True):
-            with self._micro_batches.calling(number, place, stage):
-                found = stage(*found) if isinstance(found, tuple) else stage(found)
+        is_extra = is_trial or self._micro_batches.is_repeated(number)
+        with keeping_buffers(self._members) if is_extra else nullcontext():
+            for place, stage in zip(self._numbers, self._members, strict=True):
+                with self._micro_batches.calling(number, place, stage):
+                    found = stage(*found) if isinstance(found, tuple) else stage(found)
         outputs = found if isinstance(found, tuple) else (found,)
         self._check(outputs)
         for output in outputs:
@@ -173,6 +179,26 @@ class Stages(nn.Module):
                 f" {in_words(self._shapes)} for another, whose inputs have the same shapes; what a"
                 " stage of a pipeline returns must have a fixed shape."
             )
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Around a call that counts for nothing: it changes copies of the model's buffers.
+
+    Not the buffers, which would be put back in place while a backward pass needs what they held.
+    """
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    copies: dict[int, Tensor | None] = {}
+    for module, buffers in kept:
+        for name, buffer in buffers.items():
+            if buffer is not None and not is_lazy(buffer):
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+    try:
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def shapes_of(values: Values) -> Shapes:

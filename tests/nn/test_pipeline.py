@@ -348,6 +348,38 @@ def test_evaluate() -> None:
         assert is_same_of_copy
 
 
+class Tracking(nn.Module):
+    """Subtracts a moving average of what it sees, and normalizes a matrix by power iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.linear = nn.utils.parametrizations.spectral_norm(linear)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.2)
+        return self.linear(x - self.mean.clone())
+
+
+def with_buffers(comm: Communicator) -> State:
+    """Parameters and buffers; an epoch's last micro-batch is another shape."""
+    options = {"stages": [Tracking] * 4, "inputs": lambda data: data[0]}
+    model, data = pipeline(comm, 1, **options)
+    train(model, data, lambda batch: batch.run(model))
+    return dict(model.state_dict())
+
+
+@pytest.mark.process
+def test_buffers_that_stages_change() -> None:
+    """In finding out shapes a stage is called once more, which changes none."""
+    expected = with_buffers(Communicator.single_process())
+    for found in run_processes(2, with_buffers):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 

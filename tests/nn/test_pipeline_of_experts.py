@@ -16,6 +16,7 @@ from allstep.nn import MixtureOfExperts, Pipeline, tensor_parallel
 from allstep.nn.pipeline_stages import MicroBatches, Stages
 from tests.helpers.divided import whole_state
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
 from tests.nn.test_experts_of_shards import make_expert
 from tests.nn.test_pipeline import (
     Block,
@@ -149,6 +150,28 @@ def test_shapes_are_found_with_zeros() -> None:
         stages(x, x.isnan().long(), number=0).sum().backward()  # finds shapes of gradients, too
         assert not any(value.any() for value in seen)
         assert stages(x, x.isnan().long(), number=0).isnan().all()
+
+
+class Counting(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x, counts)
+
+
+def test_micro_batches_that_are_repeated_for_other_copies_change_no_buffers() -> None:
+    def count(comm: Communicator) -> float:
+        mesh = comm.mesh(data=comm.size, pipeline=1)
+        stages = [partial(Routed, mesh["data"]), Counting]
+        model = Pipeline(stages, mesh, loss=mean_error, inputs=inputs_of)
+        model.evaluate([samples(4)[:]] * (3 - comm.rank))
+        return float(model.get_buffer("stages.1.count"))
+
+    assert run_ranks(2, count) == [3, 2]
 
 
 def kept(
