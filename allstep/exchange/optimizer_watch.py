@@ -7,7 +7,7 @@ costs about as much as walking through the optimizer's parameters once.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -81,6 +81,7 @@ def _before_step(
         return None
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     held = [(exchange, exchange.held(set(parameters))) for exchange in exchanges]
+    _refuse_divided_since(optimizer, parameters.values())
     others = parameters.keys() - set().union(*(ids for _, ids in held))
     trained = [p for i, p in parameters.items() if i in others and p.grad is not None]
     if len(others) == len(parameters):
@@ -105,6 +106,18 @@ def _before_step(
                 _tell_of_own_gradients(optimizer, exchange)
             exchange.note_update(optimizer)
     return _with_compared_closure(exchanges[0].comm, args, kwargs)
+
+
+def _refuse_divided_since(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """One that is older than the shards, and would leave them as they are."""
+    for p in parameters:
+        name = getattr(p, "divided_as", None)
+        if name is not None:
+            raise UsageError(
+                f"The {_kind(optimizer)} holds what `{name}` was before `tensor_parallel` divided"
+                " it, and would update no shard: make the optimizer of `model.parameters()` behind"
+                " `tensor_parallel`."
+            )
 
 
 def _refuse_stranger(

@@ -73,6 +73,7 @@ def tensor_parallel(
 
     from allstep.nn.sequence_parallel import EvenParts, by_position
 
+    whole = dict(model.named_parameters())
     names = {module: name for name, module in model.named_modules()}
     styles: dict[str, ParallelStyle] = {
         name: EvenParts(by_position(style, mesh[axis]), names) for name, style in plan.items()
@@ -87,6 +88,10 @@ def tensor_parallel(
             module.register_forward_hook(partial(_watch_backward, named_part(prefix)))
         if own and isinstance(module, _ConvNd):
             module.register_forward_pre_hook(partial(_check_convolution, named_part(prefix)))
+    found = dict(model.named_parameters())
+    for name, before in whole.items():
+        if found.get(name) is not before:  # an optimizer that holds it would never update the model
+            before.divided_as = name  # type: ignore[attr-defined]
     return model
 
 

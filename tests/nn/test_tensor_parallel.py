@@ -425,7 +425,10 @@ def refusals(comm: Communicator, folder: Path) -> list[str]:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     note(lambda: tensor_parallel(tied, mesh, {"0": ColwiseParallel()}))
-    model = tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    model = nn.Sequential(nn.Linear(4, 4))
+    early = torch.optim.AdamW(model.parameters())
+    early_of_more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    tensor_parallel(model, mesh, {"0": ColwiseParallel()})
     note(lambda: tensor_parallel(model, mesh, {"0": ColwiseParallel()}))
     note(lambda: allstep.attach(model, comm))
     note(lambda: allstep.attach(model, mesh["tensor"]))
@@ -437,6 +440,8 @@ def refusals(comm: Communicator, folder: Path) -> list[str]:
     note(lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={"optimizer": both}))
     model(torch.ones(2, 4)).sum().backward()
     note(torch.optim.Adafactor(model.parameters()).step)
+    note(early.step)
+    note(early_of_more.step)
     exchange.detach()
     batch = next(iter(loader.global_batches()))
     note(lambda: allstep.train.sharpness(model, lambda m, x: m(x[0]).sum(), batch, mesh["data"]))
@@ -478,6 +483,8 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
                 "`exchanges`: `model.0.weight` is divided over workers, and its parts would go",
                 "`state`: 'optimizer' updates a model that is divided over the workers, and other",
                 "The Adafactor looks at whole matrices, and of `0.weight` each worker has a part",
+                "The AdamW holds what `0.weight` was before `tensor_parallel` divided it, and",
+                "The SGD holds what `0.weight` was before `tensor_parallel` divided it, and",
                 "`model.0.weight` is divided over the 2 workers, and each needs the second",
                 "`comm` (of 1 workers) is not that of Mesh(data=1, tensor=2, rank=",
                 "`staleness` (=1) is for models that are whole on every worker, and `task.model.0.",
