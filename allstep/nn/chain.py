@@ -25,7 +25,8 @@ class ChainPart:
 
     Attributes:
         name: of the part; its parameters' names begin with it.
-        module: the module, or what makes it, which is called on its rank only.
+        module: the module, or what makes it, which is called on its rank only, under a random
+            state of the part: with equal seeds before, initial values are the same on any rank.
         rank: which worker has it.
         inputs: names of the values that it is called with, in this order.
         outputs: names of what it returns: a value, or a tuple of as many. A value is a tensor or a
@@ -85,7 +86,7 @@ class Chain(nn.Module):
         inputs: names of what the call is given.
         outputs: names of what it returns.
         axis: of the mesh, along which the parts lie.
-        seeded: sets the random state of a part's call: (seed, device) -> context.
+        seeded: sets the random state in which a part is made, or called: (seed, device) -> context.
 
     Attributes:
         parts: this worker's modules by name.
@@ -132,9 +133,10 @@ class Chain(nn.Module):
         self._rank_of = {name: part.rank for part in parts for name in part.outputs}
         self._seeded = seeded
         self.parts = StageModules(mesh, axis, [part.name for part in parts])
-        for part in parts:
-            if part.rank == comm.rank:
-                module = part.module
+        seed = int(torch.randint(2**62, ()).item())
+        for part in (part for part in parts if part.rank == comm.rank):
+            module = part.module
+            with seeded(seed_at(seed, part.name), comm.device):
                 self.parts[part.name] = module if isinstance(module, nn.Module) else module()
         made = {f"`{name}`": module for name, module in self.parts.items()}
         agree(comm, "make a Chain of these parts", fault=fault_of_shared("part", made))

@@ -132,6 +132,25 @@ def test_chain_whose_dropout_belongs_to_ranks_is_another(alone):
     assert largest_difference(found, alone) > 1e-3
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_chain_begins_with_the_same_values_wherever_its_parts_lie(last):
+    """From equal seeds; parts of one shape begin with others."""
+
+    def begun(comm: Communicator) -> tuple[dict[str, Tensor], Tensor]:
+        generators.seed_this_thread(5)
+        rank = min(last, comm.size - 1)
+        second = ChainPart("b", lambda: nn.Linear(3, 3).double(), rank, ("h",), ("y",))
+        first = ChainPart("a", lambda: nn.Linear(3, 3).double(), 0, ("x",), ("h",))
+        chain = chain_on(comm, [first, second], seeded=seeded_thread)
+        return {name: p.detach() for name, p in chain.named_parameters()}, torch.rand(3)
+
+    [(alone, drawn)] = run_ranks(1, begun)
+    found, all_drawn = zip(*run_ranks(last + 1, begun), strict=True)
+    assert largest_difference(merged(found), alone) == 0
+    assert all(torch.equal(x, drawn) for x in all_drawn)  # what follows, too
+    assert not torch.equal(alone["parts.a.weight"], alone["parts.b.weight"])
+
+
 SAMPLES = TensorDataset(values(12, 6, 3, seed=1), values(12, 6, 3, seed=2))
 
 
