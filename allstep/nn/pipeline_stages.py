@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 
 from allstep.comm.layout import dtype_name
@@ -13,9 +14,14 @@ from allstep.errors import UsageError
 from allstep.nn.chain import seeded
 from allstep.nn.mixture_of_experts import serving
 from allstep.nn.replicated import seed_at
+from allstep.torch_classes import is_dtensor
 
 Values = Tensor | tuple[Tensor, ...]
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def nothing() -> None:
+    """Does nothing."""
 
 
 class MicroBatches:
@@ -44,7 +50,7 @@ class MicroBatches:
         self._seeds: Sequence[int] = ()
         self._factors: Sequence[float] = ()
         self.losses = torch.empty(0)
-        self.begin_backward: Callable[[], None] = lambda: None
+        self.begin_backward: Callable[[], None] = nothing
 
     @contextmanager
     def begin(
@@ -67,6 +73,7 @@ class MicroBatches:
             yield
         finally:
             self._data = self._repeated = ()
+            self.begin_backward = nothing  # an exchange's, of which there is no copy
 
     @contextmanager
     def looking(self, look: Callable[[Any, Any], Tensor]) -> Iterator[None]:
@@ -148,18 +155,23 @@ class Stages(nn.Module):
             # Torch looks for shapes with numbers that nobody has set: workers that share an expert
             # would choose different tokens for it.
             values = tuple(x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0) for x in values)
-        found: Any = values if self._numbers[0] > 0 else self._micro_batches.inputs(number)
         is_extra = is_trial or self._micro_batches.is_repeated(number)
+        found: Any = tuple(map(_received, values))
+        if self._numbers[0] == 0:
+            found = self._micro_batches.inputs(number)
+            found = _copied(found) if is_extra else found  # which a stage may change in place
         with keeping_buffers(self._members) if is_extra else nullcontext():
             for place, stage in zip(self._numbers, self._members, strict=True):
                 with self._micro_batches.calling(number, place, stage):
                     found = stage(*found) if isinstance(found, tuple) else stage(found)
         outputs = found if isinstance(found, tuple) else (found,)
         self._check(outputs)
+        if self._has_fixed_shapes:  # they are sent
+            outputs = tuple(output.contiguous() for output in outputs)
         for output in outputs:
             if output.requires_grad:
                 output.register_hook(lambda _: self._micro_batches.begin_backward())
-        return found
+        return outputs if isinstance(found, tuple) else outputs[0]
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
         """Raises UsageError if they can't be sent, or not where others were received before."""
@@ -179,6 +191,30 @@ class Stages(nn.Module):
                 f" {in_words(self._shapes)} for another, whose inputs have the same shapes; what a"
                 " stage of a pipeline returns must have a fixed shape."
             )
+
+
+def _received(value: Tensor) -> Tensor:
+    """The same numbers in the same memory, which a stage may change in place."""
+    if not value.requires_grad or is_dtensor(value):
+        return value
+    handed_on: Tensor = _HandedOn.apply(value)  # type: ignore[no-untyped-call]
+    return handed_on
+
+
+class _HandedOn(Function):
+    """Of a leaf, which like its views nothing may change in place while it needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.data  # detach() would be a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _copied(values: Values) -> Values:
+    return values.clone() if isinstance(values, Tensor) else tuple(x.clone() for x in values)
 
 
 @contextmanager

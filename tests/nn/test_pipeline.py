@@ -380,6 +380,48 @@ def test_buffers_that_stages_change() -> None:
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
 
 
+class Changing(nn.Module):
+    """Changes what it is given in place, and returns a transposed slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 12, dtype=torch.float64)
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x.mul_(0.9)).t()[:6].t(), counts
+
+
+class LastChanging(Changing):
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return super().forward(x, counts)[0]
+
+
+def changing(comm: Communicator, schedule: str) -> Trained:
+    return pipelined(comm, 1, schedule, stages=[Changing, Changing, Changing, LastChanging])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_that_change_their_input_in_place_and_return_views(schedule: str) -> None:
+    expected = changing(Communicator.single_process(), schedule)
+    for found in run_processes(2, changing, schedule):
+        assert_same(found, expected)
+
+
+def copied(comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Losses of a pipeline that has run, and of its copy."""
+    model, data = pipeline(comm, 1)
+    train(model, data, lambda batch: batch.run(model))
+    made, batch = copy.deepcopy(model), samples(8)[:]
+    return model.eval().evaluate([batch]), made.eval().evaluate([batch])
+
+
+@pytest.mark.process
+def test_a_pipeline_that_has_run_is_copied() -> None:
+    for losses, of_copy in [copied(Communicator.single_process()), *run_processes(2, copied)]:
+        assert torch.equal(losses, of_copy)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
