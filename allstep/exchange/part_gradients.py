@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ class PartGradients:
         for name, workers in self.cut.items():  # optimizers add up the parts' norms over them
             model.get_parameter(name).shard_group = workers  # type: ignore[attr-defined]
         self._along_cuts = list(dict.fromkeys(self.cut.values()))
-        self._along_stages = list({stages.comm: None for stages in stages_of(model).values()})
+        stages = stages_of(model)
+        self._along_stages = list({modules.comm: None for modules in stages.values()})
+        self._in_stages = tuple(f"{name}." if name else "" for name in stages)
         self._versions: list[float] | None = None  # of the global gradients
         self._has_told = False
 
@@ -58,24 +61,27 @@ class PartGradients:
 
         norm = sqrt(sum over whole w of |g_w|^2 + sum over workers r and their parts p of |g_pr|^2)
 
-        Everything is a part along the axis of stages, of a pipeline or a chain.
+        What lies in the stages of a pipeline or a chain is a part along their axis.
         """
         trained = list(self.by_name.values())
         own, exchanged = self._divided.by_name, self._parameters.trained
         kinds = [x for x in (exchanged, self._parameters.fully_sharded) if x] or [exchanged]
         if len(kinds) == 1 and not (self.workers or self._is_exact):
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
-        total = torch.stack([self._square_of_whole(some) for some in kinds]).sum(0)
+        in_stages = [{n: p for n, p in some.items() if self._is_in_stages(n)} for some in kinds]
+        total = torch.stack([self._square_of_whole(some) for some in in_stages]).sum(0)
         if self._divided.has_modules:
             square, copies = self._square_of_whole(own), self._divided.copies
             if copies is not None and copies.rank > 0:
                 square.zero_()  # the first copy's counts
             total = total + self._comm.all_reduce(square)
-        for comm in self._along_stages:
-            total = comm.all_reduce(total)
+        total = self._over_stages(total, [*chain(*(some.items() for some in kinds))])
         if self._is_exact:
             total = sum_of_digits(carried(total))
-        dtype = next((p.grad.dtype for p in trained if p.grad is not None), torch.float32)
+        dtype = torch.float32
+        for p in trained:
+            if p.grad is not None:
+                dtype = torch.promote_types(dtype, p.grad.dtype.to_real())
         norm = total.sqrt().to(dtype)
         for some in (*kinds, own):  # DTensors and others don't mix
             nn.utils.clip_grads_with_norm_(some.values(), max_norm, norm)
@@ -151,6 +157,29 @@ class PartGradients:
         numbers: list[float] = torch.cat(first).nan_to_num().tolist() if first else []
         return [*numbers, *(x._version for x in found)]
 
+    def _is_in_stages(self, name: str) -> bool:
+        """Or whether there are none."""
+        return not self._in_stages or name.startswith(self._in_stages)
+
+    def _over_stages(self, total: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> Tensor:
+        """Adds what others have in their stages, and what lies beside the stages. Collective.
+
+        That counts once: workers that use it have the same gradient of it, others none or zeros.
+        """
+        beside = {
+            name: self._square_of_whole({name: p}).cpu()
+            for name, p in parameters
+            if not self._is_in_stages(name)
+        }
+        for comm in self._along_stages:
+            found = comm.all_gather_object((total.cpu(), beside))
+            total = torch.stack([of_stages for of_stages, _ in found]).sum(0)
+            beside = {}
+            for name, square in chain(*(squares.items() for _, squares in found)):
+                if name not in beside or not beside[name].any():
+                    beside[name] = square
+        return sum(beside.values(), total).to(self._comm.device)
+
     def _square_of_whole(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Of parameters by name, with the parts that others have of them. Collective."""
         total = self._square(p for name, p in parameters.items() if name not in self.cut)
@@ -165,11 +194,18 @@ class PartGradients:
         if self._is_exact and gradients and is_dtensor(gradients[0]):
             return self._comm.all_reduce(self._digits_of_shards(gradients))
         if self._is_exact:
-            norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
-            squares = norms.to(self._comm.device, torch.float64).square()
-            return digits_of(squares).sum(0)
-        norm = get_total_norm(gradients)
-        return _whole(norm).to(self._comm.device, torch.float64).square()
+            return digits_of(self._squares(gradients)).sum(0)
+        if gradients and is_dtensor(gradients[0]):
+            norm = _whole(get_total_norm(gradients))
+            return norm.to(self._comm.device, torch.float64).square()
+        return self._squares(gradients).sum()
+
+    def _squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of each one's norm, which is real, in float64."""
+        if not gradients:
+            return torch.zeros(1, dtype=torch.float64, device=self._comm.device)
+        norms = [norm.to(self._comm.device) for norm in torch._foreach_norm(list(gradients))]
+        return torch.stack(norms).to(torch.float64).square()
 
     def _digits_of_shards(self, gradients: Sequence[Tensor]) -> Tensor:
         """Of this worker's, unless another counts them; norms depend on where a gradient is cut."""

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
-from allstep.nn import Chain, ChainPart
+from allstep.nn import Chain, ChainPart, replicated
 from tests.helpers import generators
 from tests.helpers.compare import differing_names
 from tests.helpers.divided import misfit, save_whole
@@ -214,6 +214,90 @@ def test_chain_of_exact_sums_has_the_same_bits_on_any_number_of_copies(places, t
     for num_copies in (1, 2, 3):
         assert not differing_names(bits(num_copies, places, "exact"), one), num_copies
     assert differing_names(bits(2, places, "fp32"), bits(1, places, "fp32"))
+
+
+class Beside(nn.Module):
+    """A scale that all ranks use, and a head that the last one does, beside a chain."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__()
+        self.chain = chain
+        self.scale = nn.Parameter(values(2, seed=8))
+        self.head = with_weights(nn.Linear(2, 2), 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (scale,) = replicated(self.chain.parts.comm, [self.scale])
+        found, delegate = self.chain(x=x)
+        loss = delegate + 0 * scale.sum()
+        return loss + self.head(found["y"] * scale).square().mean() if found else loss
+
+
+@pytest.mark.parametrize("compression", ["fp32", "exact"])
+def test_chain_is_clipped_with_what_lies_beside_it(compression):
+    """Once, however many ranks have it."""
+
+    def clipped(comm: Communicator) -> tuple[float, dict[str, Tensor]]:
+        last = comm.size - 1
+        first = ChainPart("a", lambda: with_weights(nn.Linear(3, 4), 1), 0, ("x",), ("h",))
+        second = ChainPart("b", lambda: with_weights(nn.Linear(4, 2), 2), last, ("h",), ("y",))
+        model = Beside(chain_on(comm, [first, second]))
+        mesh = model.chain.parts.mesh
+        policy = allstep.Synchronous(compression=compression)
+        exchange = allstep.attach(model, mesh["data"], policy)
+        model(values(5, 3, seed=0)).backward()
+        norm = exchange.clip_grad_norm_(0.1)
+        return float(norm), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    [(norm, gradients)] = run_ranks(1, clipped)
+    for size in (2, 3):
+        found = run_ranks(size, clipped)
+        assert [norm for norm, _ in found] == pytest.approx([norm] * size, rel=0, abs=1e-10)
+        assert largest_difference(merged([of for _, of in found]), gradients) < 1e-10
+
+
+class Rounded(nn.Module):
+    """Products of bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(2, 2, seed=4).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16() @ self.weight
+
+
+class Halves(nn.Module):
+    """A complex matrix and its product with real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(values(3, 4, seed=1), values(3, 4, seed=2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+def test_chain_is_clipped_whose_parts_have_unlike_numbers():
+    """Complex ones on one rank, bfloat16 on another: the norm is real, and the same on all."""
+
+    def clipped(comm: Communicator) -> Tensor:
+        last = comm.size - 1
+        parts = [
+            ChainPart("a", Halves, 0, ("x",), ("h",)),
+            ChainPart("b", lambda: with_weights(nn.Linear(4, 2), 2), 0, ("h",), ("z",)),
+            ChainPart("c", Rounded, last, ("z",), ("y",)),
+        ]
+        chain = chain_on(comm, parts)
+        exchange = allstep.attach(chain, chain.parts.mesh["data"])
+        found, delegate = chain(x=values(5, 3, seed=0))
+        (found["y"].square().mean() + delegate if found else delegate).backward()
+        return exchange.clip_grad_norm_(0.1)
+
+    [norm] = run_ranks(1, clipped)
+    found = run_ranks(2, clipped)
+    assert [x.dtype for x in (norm, *found)] == [torch.float64, torch.float64, torch.float32]
+    torch.testing.assert_close(found[0], norm, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1], norm.float(), rtol=1e-6, atol=0)
 
 
 def test_chain_does_not_go_on_from_other_widths(tmp_path):
