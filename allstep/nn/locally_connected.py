@@ -39,8 +39,12 @@ class _Blocks(PartOfArray):
         self._windows = windows
         self._fields = Fields(_two(windows.reach.kernel), _two(windows.reach.stride))
 
-    def _check(self, x: Tensor, channels: int) -> None:
-        """Raises UsageError unless weight and input fit this worker's blocks."""
+    def _checked(self, x: Tensor, channels: int) -> Tensor:
+        """The input, of the weight's dtype under autocast, which casts no products into a buffer.
+
+        Raises:
+            UsageError: unless weight and input fit this worker's blocks.
+        """
         blocks = self._windows.outputs.shape
         kernel, block = self._windows.reach.kernel, self._windows.block
         fan_in = kernel[0] * kernel[1] * self.in_channels
@@ -54,6 +58,7 @@ class _Blocks(PartOfArray):
         elif x.dim() != 4 or x.shape[1] != channels:
             fault = f"`x` has shape {list(x.shape)}; pass [batch, {channels}, height, width]."
         self._windows.grid.agree(f"a call of {self}", fault)
+        return x.to(self.weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
 
     def _filters(self) -> dict[Window, Filters]:
         """The weight of the inner blocks and of the strips around them."""
@@ -176,7 +181,7 @@ class LocallyConnected2d(_Blocks):
         Returns:
             [batch, depth, *its window's shape].
         """
-        self._check(x, self.in_channels)
+        x = self._checked(x, self.in_channels)
         filters = self._filters()
         y = self._windows.forward(
             to_batch_last(x),
@@ -225,7 +230,7 @@ class LocallyConnectedTranspose2d(_Blocks):
         Returns:
             [batch, in_channels, *its window's shape].
         """
-        self._check(y, self.depth)
+        y = self._checked(y, self.depth)
         filters = self._filters()
         x = self._windows.backward_of_inputs(
             to_batch_last(y),

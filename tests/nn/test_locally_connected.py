@@ -228,6 +228,32 @@ def test_second_derivatives_of_a_split_layer():
         torch.testing.assert_close(got, alone[0][2][i], rtol=1e-10, atol=1e-9)
 
 
+@pytest.mark.parametrize("grid_shape", [(1, 1), (2, 1)])
+def test_layers_under_autocast_take_what_others_round(grid_shape):
+    """Of bfloat16, as a `Conv2d` returns it, they make what they do of the same numbers."""
+
+    def work(grid):
+        encoder = LocallyConnected2d(
+            grid, grid.split((6, 6)), 2, 3, 1, (2, 1, 1), seed=0, dtype=torch.float64
+        )
+        decoder = LocallyConnectedTranspose2d(encoder, tied=True)
+
+        def found(x: Tensor, is_cast: bool) -> list[Tensor]:
+            x.requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                y = encoder(x)
+                z = decoder(y.bfloat16() if is_cast else y.bfloat16().double())
+            gradients = torch.autograd.grad(z.square().sum(), [encoder.weight, x])
+            return [y, z, *(gradient.double() for gradient in gradients)]
+
+        x = part(values(3, 2, 6, 6), encoder.in_layout.windows[grid.rank]).bfloat16()
+        expected = found(x.double(), is_cast=False)
+        expected[3] = expected[3].bfloat16().double()  # the gradient of x has the dtype of x
+        torch.testing.assert_close(found(x, is_cast=True), expected, **CLOSE)
+
+    on_grid(grid_shape, work)
+
+
 def test_control_without_halo_gradients_differs():
     """The negative control: what a worker would get if nothing were sent back."""
 
