@@ -21,6 +21,7 @@ from allstep.nn import (
     SubtractiveNorm,
 )
 from allstep.nn.windows import Layout, Reach, plan_halo
+from tests.helpers import generators
 from tests.nn.grids import GRIDS, mirrored, on_grid, part, values, whole
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -234,6 +235,29 @@ def test_layers_in_sequence_and_their_message_counts():
         torch.testing.assert_close(got_grad, grad, **CLOSE)
         for worker in workers:
             torch.testing.assert_close(worker, parameters[0], **CLOSE)
+
+
+def test_dropout_between_layers_is_of_channels():
+    """As all workers of a grid have the same random state; of positions it is another model."""
+    x = values(3, 2, 6, 5)
+
+    def dropped(grid_shape: tuple[int, int], kind: type[nn.Module]) -> Tensor:
+        def work(grid: Grid) -> tuple[Layout, Tensor]:
+            layout = grid.split(x.shape[2:])
+            first = Conv2d(grid, layout, 2, 4, 3, padding=1, seed=0, dtype=torch.float64)
+            last = Conv2d(grid, layout, 4, 2, 3, padding=1, seed=1, dtype=torch.float64)
+            generators.seed_this_thread(3)
+            y = first(part(x, layout.windows[grid.rank]))
+            return last.out_layout, last(kind(0.5)(y)).detach()
+
+        results = on_grid(grid_shape, work)
+        return whole([y for _, y in results], results[0][0])
+
+    for kind, is_same in ((nn.Dropout2d, True), (nn.Dropout, False)):
+        alone = dropped((1, 1), kind)
+        for grid_shape in ((2, 1), (2, 2)):
+            difference = (dropped(grid_shape, kind) - alone).abs().max()
+            assert difference < 1e-10 if is_same else difference > 1e-3
 
 
 @pytest.mark.parametrize("grid_shape", GRIDS)
