@@ -20,6 +20,7 @@ __all__ = [
     "check_not_negative",
     "check_positive",
     "check_share",
+    "check_type",
     "named_part",
     "nearest_multiples",
     "nearest_names",
@@ -103,6 +104,26 @@ def check_integer(name: str, value: object, minimum: int = 1, cure: str = "") ->
     if value < minimum:
         end = f"; {cure}" if cure else ""
         raise UsageError(f"`{name}` (={value}) must be at least {minimum}{end}.")
+
+
+def check_type(name: str, value: object, kind: type, cure: str) -> None:
+    """Refuses what is of another class.
+
+    Args:
+        name: of the argument.
+        value: of the argument, which may be anything.
+        kind: its class.
+        cure: what to pass.
+
+    Raises:
+        UsageError: naming the argument.
+
+    >>> check_type("name", 3, str, "that of an axis")
+    Traceback (most recent call last):
+    allstep.errors.UsageError: `name` (=3) must be a str: that of an axis.
+    """
+    if not isinstance(value, kind):
+        raise UsageError(f"`{name}` (={value!r}) must be a {kind.__name__}: {cure}.")
 
 
 def named_part(name: str) -> str:

@@ -13,7 +13,7 @@ from allstep.comm.agreement import agree
 from allstep.comm.autograd import recv, send
 from allstep.device import preserved_random_state
 from allstep.device import seed as seed_torch
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_type
 from allstep.nn.replicated import seed_at
 
 Value = Tensor | tuple[Tensor, ...]
@@ -48,19 +48,21 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def fault_of_shared(kind: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Why parts of a model would part: each copy of what they share has a part of the gradient.
+def fault_of_modules(kind: str, modules: Mapping[str, object]) -> str | None:
+    """Why they are no parts of a model: no modules, or each copy of what they share would part.
 
     Args:
         kind: what a part is called.
         modules: which part -> its module.
 
     >>> tied = nn.Linear(2, 2)
-    >>> fault_of_shared("stage", {"0": tied, "1": nn.Sequential(tied)})
+    >>> fault_of_modules("stage", {"0": tied, "1": nn.Sequential(tied)})
     '`stages`: `0.weight` of stage 1 is also a parameter of stage 0; give each its own, or put ...'
     """
     owners: dict[nn.Parameter, str] = {}
     for which, module in modules.items():
+        if not isinstance(module, nn.Module):  # whatever the function's types say
+            return f"`{kind}s`: what makes {kind} {which} returned {module!r}; return a module."
         for name, p in module.named_parameters():
             if owners.setdefault(p, which) != which:
                 return (
@@ -120,26 +122,28 @@ class Chain(nn.Module):
         seeded: Callable[[int, torch.device], AbstractContextManager[None]] = seeded,
     ) -> None:
         super().__init__()
+        check_type("mesh", mesh, Mesh, "`comm.mesh(data=1, model=comm.size)`, say")
         self._comm = comm = mesh[axis]
         details: list[tuple[Any, ...]] = [
             (part.name, part.rank, part.inputs, part.outputs) for part in parts
         ]
         details.append(("the chain", tuple(inputs), tuple(outputs)))
         given = {f"`{p.name}`": p.module for p in parts if isinstance(p.module, nn.Module)}
-        fault = _fault(parts, inputs, outputs, comm.size) or fault_of_shared("part", given)
+        fault = _fault(parts, inputs, outputs, comm.size) or fault_of_modules("part", given)
         agree(comm, "make a Chain", details, fault=fault)
         self._order = _in_order(parts, inputs)
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._rank_of = {name: part.rank for part in parts for name in part.outputs}
         self._seeded = seeded
         self.parts = StageModules(mesh, axis, [part.name for part in parts])
-        seed = int(torch.randint(2**62, ()).item())
+        seed, made = int(torch.randint(2**62, ()).item()), {}
         for part in (part for part in parts if part.rank == comm.rank):
             module = part.module
             with seeded(seed_at(seed, part.name), comm.device):
-                self.parts[part.name] = module if isinstance(module, nn.Module) else module()
-        made = {f"`{name}`": module for name, module in self.parts.items()}
-        agree(comm, "make a Chain of these parts", fault=fault_of_shared("part", made))
+                made[part.name] = module if isinstance(module, nn.Module) else module()
+        fault = fault_of_modules("part", {f"`{name}`": module for name, module in made.items()})
+        agree(comm, "make a Chain of these parts", fault=fault)
+        self.parts.update(made)
 
     def forward(self, **values: Value) -> tuple[dict[str, Any], Tensor]:
         """Runs this worker's parts; all workers call it.
@@ -220,7 +224,7 @@ def _fault(
     for part in parts:
         if names.count(part.name) > 1 or not part.name or "." in part.name:
             return f"`parts` has the name {part.name!r}; pass names that differ, without dots."
-        if not 0 <= part.rank < size:
+        if part.rank not in range(size):
             return f"Part `{part.name}` is on rank {part.rank}; choose one of 0 to {size - 1}."
     made = [*inputs, *(name for part in parts for name in part.outputs)]
     taken = [*outputs, *(name for part in parts for name in part.inputs)]

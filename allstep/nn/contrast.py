@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from allstep.comm.autograd import all_reduce
 from allstep.device import tensor_on
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 from allstep.nn.batch_last import from_batch_last, to_batch_last
 from allstep.nn.over_windows import OverWindows
 from allstep.nn.window_sums import window_sums
 from allstep.nn.windows import Grid, Layout, Reach, Window
+from allstep.nn.windows.window import check_layout
 
 
 class _LocalMean(nn.Module):
@@ -24,8 +25,10 @@ class _LocalMean(nn.Module):
 
     def __init__(self, grid: Grid, in_layout: Layout, kernel_size: int) -> None:
         super().__init__()
+        check_layout("in_layout", in_layout)
         with grid.together(f"{type(self).__name__}{(in_layout.shape, kernel_size)}"):
-            if kernel_size < 1 or kernel_size % 2 == 0:
+            check_integer("kernel_size", kernel_size, cure="it must be odd, to have a centre")
+            if kernel_size % 2 == 0:
                 raise UsageError(f"`kernel_size` (={kernel_size}) must be odd, to have a centre.")
             margin = (kernel_size // 2, kernel_size // 2)
             reach = Reach((kernel_size,) * 2, (1, 1), (margin, margin), (1, 1))

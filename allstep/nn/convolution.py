@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 from allstep.nn.over_windows import OverWindows
 from allstep.nn.replicated import agreed_seed, generator_at, replicated
 from allstep.nn.windows import Grid, Layout, Reach
 from allstep.nn.windows.receptive import pair
+from allstep.nn.windows.window import check_layout
 
 
 class Conv2d(nn.Conv2d):
@@ -60,8 +61,11 @@ class Conv2d(nn.Conv2d):
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_layout("in_layout", in_layout)
         wanted = (in_layout.shape, in_channels, out_channels, kernel_size, stride, padding)
         with grid.together(f"Conv2d{(*wanted, dilation, groups, bias)}"):
+            check_integer("in_channels", in_channels)
+            check_integer("out_channels", out_channels)
             kernel = pair("kernel_size", kernel_size, 1)
             strides, dilations = pair("stride", stride, 1), pair("dilation", dilation, 1)
             margins = _margins(padding, kernel, strides, dilations)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import PartOfArray
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 from allstep.nn.batch_last import from_batch_last, to_batch_last
 from allstep.nn.filter_parts import Filters, cut_filters
 from allstep.nn.local_products import Fields
@@ -22,6 +22,7 @@ from allstep.nn.over_windows import OverWindows
 from allstep.nn.replicated import agreed_seed, generator_at
 from allstep.nn.windows import Grid, Layout, Reach, Window
 from allstep.nn.windows.receptive import pair
+from allstep.nn.windows.window import check_layout
 
 
 class _Blocks(PartOfArray):
@@ -135,8 +136,10 @@ class LocallyConnected2d(_Blocks):
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_layout("in_layout", in_layout)
         wanted = (in_layout.shape, in_channels, kernel_size, stride, block, bias)
         with grid.together(f"LocallyConnected2d{wanted}"):
+            check_integer("in_channels", in_channels)
             depth, *sides = _block(block)
             kernel, strides = pair("kernel_size", kernel_size, 1), pair("stride", stride, 1)
             reach = Reach(kernel, strides, ((0, 0), (0, 0)), (1, 1))
@@ -271,7 +274,7 @@ def _to_blocks(y: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _block(block: Sequence[int]) -> tuple[int, int, int]:
-    values = tuple(block)
+    values = tuple(block) if isinstance(block, Sequence) else ()
     if len(values) != 3 or not all(isinstance(v, int) and v >= 1 for v in values):
         raise UsageError(f"`block` (={block!r}) must be depth, height and width, at least 1 each.")
     return values

@@ -17,7 +17,7 @@ from allstep.comm.agreement import agree
 from allstep.comm.autograd import all_to_all
 from allstep.comm.ddp import is_in_ddp
 from allstep.comm.layout import dtype_name, dtype_of_name
-from allstep.errors import UsageError, nearest_multiples
+from allstep.errors import UsageError, check_type, nearest_multiples
 from allstep.nn.chain import seeded
 from allstep.nn.expert_workers import ExpertWorkers
 from allstep.nn.replicated import agreed_seed, seed_at
@@ -104,6 +104,7 @@ class MixtureOfExperts(nn.Module):
         seeded: Callable[[int, torch.device], AbstractContextManager[None]] = seeded,
     ) -> None:
         super().__init__()
+        check_type("comm", comm, Communicator, "that of `allstep.init()`, or of an axis of a mesh")
         details = [
             ("in_features", str(in_features)),
             ("num_experts", str(num_experts)),
@@ -131,7 +132,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = DividedModules(own, names, workers=comm, copies=workers.copies)
         for number in self._numbers:
             with seeded(seed_at(seed, number), comm.device):
-                self.experts[str(number)] = expert()
+                made = expert()
+            check_type("expert()", made, nn.Module, "return the module that the function makes")
+            self.experts[str(number)] = made
         _check_experts(self.experts)
 
     @_disable_dynamo

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from allstep.comm import Communicator, Mesh, StageModules, divided_modules
 from allstep.comm.agreement import agree
-from allstep.errors import UsageError
-from allstep.nn.chain import fault_of_shared, seeded
+from allstep.errors import UsageError, check_type
+from allstep.nn.chain import fault_of_modules, seeded
 from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words, shapes_of
 from allstep.nn.replicated import seed_at
 from allstep.torch_classes import is_dtensor
@@ -92,9 +92,10 @@ class Pipeline(nn.Module):
         schedule: Schedule = "1f1b",
     ) -> None:
         super().__init__()
+        check_type("mesh", mesh, Mesh, "`comm.mesh(data=1, pipeline=comm.size)`, say")
         self._comm = comm = mesh[axis]
         given = {str(i): s for i, s in enumerate(stages) if isinstance(s, nn.Module)}
-        fault = _fault(len(stages), comm.size, schedule) or fault_of_shared("stage", given)
+        fault = _fault(len(stages), comm.size, schedule) or fault_of_modules("stage", given)
         agree(comm, "make a Pipeline", [("it", len(stages), schedule)], fault=fault)
         self.weight = weight
         self._schedule = schedule
@@ -104,13 +105,15 @@ class Pipeline(nn.Module):
         self.stages = StageModules(mesh, axis, numbers, can_be_sharded=True)
         if comm.size > 1:
             mesh.device_mesh()  # which all workers make together, before a stage may want it
-        seed = int(torch.randint(2**62, ()).item())
+        seed, made = int(torch.randint(2**62, ()).item()), {}
         for number in (number for part in self._parts for number in part):
             stage = stages[number]
             with seeded(seed_at(seed, number), comm.device):
-                self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
-        made = dict(self.stages.items())
-        fault = fault_of_shared("stage", made) or _fault_of(self.stages)
+                made[str(number)] = stage if isinstance(stage, nn.Module) else stage()
+        fault = fault_of_modules("stage", made)
+        if fault is None:
+            self.stages.update(made)
+            fault = _fault_of(self.stages)
         agree(comm, "make a Pipeline of these stages", fault=fault)
         self._expert_workers = _expert_workers_of(self.stages)
         self._micro_batches = MicroBatches(inputs, loss, comm.device)

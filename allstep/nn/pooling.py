@@ -15,6 +15,7 @@ from allstep.nn.over_windows import OverWindows
 from allstep.nn.window_sums import window_sums
 from allstep.nn.windows import Grid, Layout, Reach, Window
 from allstep.nn.windows.receptive import pair
+from allstep.nn.windows.window import check_layout
 
 
 class _Pool2d(nn.Module):
@@ -34,6 +35,7 @@ class _Pool2d(nn.Module):
         ceil_mode: bool = False,
     ) -> None:
         super().__init__()
+        check_layout("in_layout", in_layout)
         wanted = (in_layout.shape, kernel_size, stride, padding, dilation, ceil_mode)
         with grid.together(f"{type(self).__name__}{wanted}"):
             kernel, margins = pair("kernel_size", kernel_size, 1), pair("padding", padding, 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from allstep.comm import Communicator, Mesh, Shard, ShardHook, fsdp_modules, shards_of
-from allstep.errors import UsageError, named_part
+from allstep.errors import UsageError, check_type, named_part
 
 if TYPE_CHECKING:  # their import takes seconds
     from torch.distributed.tensor import DTensor
@@ -60,6 +60,7 @@ def tensor_parallel(
         >>> mesh = Communicator.single_process().mesh(data=1, tensor=1)
         >>> _ = tensor_parallel(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     """
+    check_type("mesh", mesh, Mesh, "`comm.mesh(data=1, tensor=comm.size)`, say")
     size = mesh[axis].size
     if size == 1:
         return model

@@ -388,6 +388,20 @@ def test_chain_of_parts_that_share_a_parameter(is_made, last):
     run_ranks(last + 1, work)
 
 
+def test_chain_of_what_is_no_mesh_no_rank_and_no_module():
+    comm = Communicator.single_process()
+
+    def part(rank=0, make=nn.Identity):
+        return ChainPart("a", make, rank, ("x",), ("y",))
+
+    with pytest.raises(UsageError, match=r"`mesh` \(=.*\) must be a Mesh: `comm.mesh\("):
+        Chain([part()], comm, inputs=("x",), outputs=("y",))
+    with pytest.raises(UsageError, match="Part `a` is on rank None; choose one of 0 to 0"):
+        chain_on(comm, [part(rank=None)])
+    with pytest.raises(UsageError, match="`parts`: what makes part `a` returned None; return"):
+        chain_on(comm, [part(make=lambda: None)])
+
+
 def test_chain_input_that_is_not_given():
     with pytest.raises(UsageError, match="`x` is not given, and a part on rank 0 takes it"):
         graph(("a", 0, ("x",), ("y",)))()

@@ -308,6 +308,13 @@ LAYOUT = Layout.split((8, 8), (1, 1))
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda g: Conv2d(g, (8, 8), 1, 1, 3), r"`in_layout` \(=\(8, 8\)\) must be a Layout"),
+        (lambda g: MaxPool2d(g, (8, 8), 3), r"`in_layout` \(=\(8, 8\)\) must be a Layout"),
+        (lambda g: SubtractiveNorm(g, (8, 8), 3), r"`in_layout` \(=\(8, 8\)\) must be a Layout"),
+        (lambda g: SubtractiveNorm(g, LAYOUT, 1.5), r"`kernel_size` \(=1.5\) must be a whole num"),
+        (lambda g: Conv2d(g, LAYOUT, 0, 1, 3), r"`in_channels` \(=0\) must be at least 1"),
+        (lambda g: Conv2d(g, LAYOUT, 1, 0, 3), r"`out_channels` \(=0\) must be at least 1"),
+        (lambda g: Conv2d(g, LAYOUT, 1, 1, 1.5), r"`kernel_size` \(=1.5\) must be an int of at"),
         (lambda g: Conv2d(g, LAYOUT, 1, 1, 9), r"`kernel_size` \(=\(9, 9\)\) reaches over 9"),
         (lambda g: Conv2d(g, LAYOUT, 1, 1, 3, padding="reflect"), r"`padding` \(='reflect'\)"),
         (lambda g: Conv2d(g, LAYOUT, 1, 1, 3, 2, "same"), "needs a `stride` of 1"),

@@ -282,15 +282,19 @@ def test_control_without_halo_gradients_differs():
     [
         ({"kernel_size": 12}, r"`kernel_size` \(=\(12, 12\)\) reaches over 12"),
         ({"stride": 0}, r"`stride` \(=0\) must be an int of at least 1"),
+        ({"kernel_size": 1.5}, r"`kernel_size` \(=1.5\) must be an int of at least 1, or two"),
+        ({"in_channels": 0}, r"`in_channels` \(=0\) must be at least 1"),
+        ({"in_layout": (8, 8)}, r"`in_layout` \(=\(8, 8\)\) must be a Layout: `grid.split\(shape"),
+        ({"block": 4}, r"`block` \(=4\) must be depth, height and width"),
         ({"block": (2, 1)}, r"`block` \(=\(2, 1\)\) must be depth, height and width"),
         ({"block": (2, 0, 1)}, r"`block` \(=\(2, 0, 1\)\) must be depth, height and width"),
     ],
 )
 def test_bad_arguments(change, message):
     grid = Grid(Communicator.single_process())
-    arguments = {"kernel_size": 3, "stride": 1, "block": (2, 1, 1), **change}
+    given = {"in_layout": grid.split((8, 8)), "in_channels": 1, "kernel_size": 3, "stride": 1}
     with pytest.raises(UsageError, match=message):
-        LocallyConnected2d(grid, grid.split((8, 8)), 1, **arguments)
+        LocallyConnected2d(grid, **{**given, "block": (2, 1, 1), **change})
 
 
 def test_wrong_weight_shape_is_an_error_on_every_rank():

@@ -790,6 +790,7 @@ ONE = nn.Linear(D, D)
         ({"capacity_factor": math.nan}, r"`capacity_factor` \(=nan\) must be positive"),
         ({"capacity_factor": "1"}, r"`capacity_factor` \(='1'\) must be positive"),
         ({"expert": ONE}, r"`expert` \(a Linear\) must be a function .* `lambda: nn.L"),
+        ({"expert": lambda: None}, r"`expert\(\)` \(=None\) must be a Module: return the module"),
         ({"expert": lambda: ONE}, "modules with the same parameters"),
         ({"expert": lambda: nn.LazyLinear(D)}, r"without a shape \(\d+.weight\)"),
         ({"expert": lambda: nn.BatchNorm1d(D)}, r"batch norm with running statistics \(\d+\)"),
@@ -806,6 +807,8 @@ def test_experts_along_an_axis_of_their_own() -> None:
 
     def attach(comm: Communicator) -> None:
         mesh = comm.mesh(data=2, expert=2)
+        with pytest.raises(UsageError, match=r"`comm` \(=Mesh\(.*\)\) must be a Communicator"):
+            make_layer(mesh)
         layer = make_layer(mesh["expert"])
         for workers in (comm, mesh["data"]):
             with pytest.raises(UsageError, match="over the 2 workers of another communicator than"):

@@ -168,7 +168,7 @@ def pipeline(comm: Communicator, num_data: int, **options: Any) -> tuple[Pipelin
     mesh = comm.mesh(data=num_data, pipeline=comm.size // num_data)
     torch.manual_seed(0)
     given: dict[str, Any] = {"stages": MAKERS, "loss": mean_error, "inputs": inputs_of, **options}
-    return Pipeline(mesh=mesh, **given), mesh["data"]
+    return Pipeline(**{"mesh": mesh, **given}), mesh["data"]
 
 
 def pipelined(
@@ -443,6 +443,10 @@ def test_stages_that_are_no_pipeline() -> None:
     assert refusal(stages=[lambda: tied[0], nn.Tanh, lambda: tied[1]]).startswith(
         "`stages`: `weight` of stage 2 is also a parameter of stage 0"
     )
+    assert refusal(stages=[lambda: None]).startswith(
+        "`stages`: what makes stage 0 returned None; return a module"
+    )
+    assert refusal(mesh=Communicator.single_process()).startswith("`mesh` (=")
     assert refusal(stages=[lambda: nn.Sequential(nn.BatchNorm1d(2))]).startswith(
         "`stages.0.0` is a BatchNorm1d with running statistics"
     )

@@ -7,7 +7,7 @@ from math import isqrt, prod
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree
 from allstep.comm.batched_send_recv import BatchedSendRecv
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_type
 from allstep.nn.windows.plan import HaloStats
 from allstep.nn.windows.window import Layout
 
@@ -38,13 +38,14 @@ class Grid:
     """
 
     def __init__(self, comm: Communicator, shape: Sequence[int] | None = None) -> None:
+        check_type("comm", comm, Communicator, "that of `allstep.init()`, or of an axis of a mesh")
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.parcels = BatchedSendRecv(comm)
         self.stats = HaloStats()
         self._agreed: set[str] = set()
-        self.shape = nearest_square(comm.size) if shape is None else tuple(shape)
+        self.shape = nearest_square(comm.size) if shape is None else _numbers(shape)
         with self.together(f"Grid of shape {self.shape}"):
             if prod(self.shape) != comm.size or any(p < 1 for p in self.shape):
                 raise UsageError(
@@ -89,6 +90,13 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid(shape={self.shape}, rank={self.rank})"
+
+
+def _numbers(shape: Sequence[int]) -> tuple[int, ...]:
+    values = tuple(shape) if isinstance(shape, Sequence) else ()
+    if not values or not all(isinstance(n, int) for n in values):
+        raise UsageError(f"`shape` (={shape!r}) must be rows and columns, such as (2, 1), or None.")
+    return values
 
 
 def nearest_square(size: int) -> tuple[int, int]:

@@ -13,7 +13,8 @@ def pair(name: str, value: int | Sequence[int], minimum: int) -> tuple[int, int]
     >>> pair("stride", 2, minimum=1)
     (2, 2)
     """
-    values = (value, value) if isinstance(value, int) else tuple(value)
+    values = (value, value) if isinstance(value, int) else value
+    values = tuple(values) if isinstance(values, Sequence) else ()
     if len(values) != 2 or not all(isinstance(v, int) and v >= minimum for v in values):
         raise UsageError(
             f"`{name}` (={value!r}) must be an int of at least {minimum}, or two of them."

@@ -7,7 +7,7 @@ from math import prod
 
 from torch import Tensor
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_type
 
 
 @dataclass(frozen=True)
@@ -160,3 +160,8 @@ class Layout:
 
 def _times(values: Sequence[int], factors: Sequence[int]) -> tuple[int, ...]:
     return tuple(value * factor for value, factor in zip(values, factors, strict=True))
+
+
+def check_layout(name: str, value: object) -> None:
+    """Refuses what is no layout, by the argument's name."""
+    check_type(name, value, Layout, "`grid.split(shape)`, or the `out_layout` of a layer before")
