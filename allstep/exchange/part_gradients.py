@@ -53,6 +53,7 @@ class PartGradients:
         stages = stages_of(model)
         self._along_stages = list({modules.comm: None for modules in stages.values()})
         self._in_stages = tuple(f"{name}." if name else "" for name in stages)
+        self._has_others = not all(self._is_in_stages(n) for n, _ in model.named_parameters())
         self._versions: list[float] | None = None  # of the global gradients
         self._has_told = False
 
@@ -172,6 +173,9 @@ class PartGradients:
             if not self._is_in_stages(name)
         }
         for comm in self._along_stages:
+            if not self._has_others:  # and no need for the host to wait
+                total = comm.all_reduce(total)
+                continue
             found = comm.all_gather_object((total.cpu(), beside))
             total = torch.stack([of_stages for of_stages, _ in found]).sum(0)
             beside = {}

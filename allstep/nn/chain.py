@@ -48,12 +48,16 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def fault_of_modules(kind: str, modules: Mapping[str, object]) -> str | None:
+def fault_of_modules(
+    kind: str, modules: Mapping[str, object], ranks: Mapping[str, int] | None = None
+) -> str | None:
     """Why they are no parts of a model: no modules, or each copy of what they share would part.
 
     Args:
         kind: what a part is called.
         modules: which part -> its module.
+        ranks: which part -> the only rank that it is ever on, whose parts may share; None where
+            that is not known.
 
     >>> tied = nn.Linear(2, 2)
     >>> fault_of_modules("stage", {"0": tied, "1": nn.Sequential(tied)})
@@ -64,10 +68,11 @@ def fault_of_modules(kind: str, modules: Mapping[str, object]) -> str | None:
         if not isinstance(module, nn.Module):  # whatever the function's types say
             return f"`{kind}s`: what makes {kind} {which} returned {module!r}; return a module."
         for name, p in module.named_parameters():
-            if owners.setdefault(p, which) != which:
+            owner = owners.setdefault(p, which)
+            if owner != which and (ranks is None or ranks[owner] != ranks[which]):
                 return (
                     f"`{kind}s`: `{name}` of {kind} {which} is also a parameter of {kind}"
-                    f" {owners[p]}; give each its own, or put what shares it in one {kind}."
+                    f" {owner}; give each its own, or put what shares it in one {kind}."
                 )
     return None
 
@@ -96,7 +101,7 @@ class Chain(nn.Module):
     Raises:
         UsageError: before anything runs, if parts wait for each other in a circle, if a value is
             taken and never made, made twice, or made and never taken, if there is no such rank, or
-            if parts share a parameter.
+            if parts on different ranks share a parameter.
         DisagreementError: if workers describe other parts.
 
     Example:
@@ -129,7 +134,8 @@ class Chain(nn.Module):
         ]
         details.append(("the chain", tuple(inputs), tuple(outputs)))
         given = {f"`{p.name}`": p.module for p in parts if isinstance(p.module, nn.Module)}
-        fault = _fault(parts, inputs, outputs, comm.size) or fault_of_modules("part", given)
+        ranks = {f"`{p.name}`": p.rank for p in parts}
+        fault = _fault(parts, inputs, outputs, comm.size) or fault_of_modules("part", given, ranks)
         agree(comm, "make a Chain", details, fault=fault)
         self._order = _in_order(parts, inputs)
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
@@ -141,7 +147,8 @@ class Chain(nn.Module):
             module = part.module
             with seeded(seed_at(seed, part.name), comm.device):
                 made[part.name] = module if isinstance(module, nn.Module) else module()
-        fault = fault_of_modules("part", {f"`{name}`": module for name, module in made.items()})
+        others = {f"`{n}`": module for n, module in made.items() if f"`{n}`" not in given}
+        fault = fault_of_modules("part", others)
         agree(comm, "make a Chain of these parts", fault=fault)
         self.parts.update(made)
 

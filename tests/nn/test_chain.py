@@ -369,10 +369,9 @@ def test_chain_refuses_a_graph_before_anything_runs(parts, message):
         graph(*parts)
 
 
-@pytest.mark.parametrize("is_made", [False, True])
-@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize(("is_made", "last"), [(False, 1), (True, 0), (True, 1)])
 def test_chain_of_parts_that_share_a_parameter(is_made, last):
-    """On several workers each copy would have a part of the gradient; refused on one, too."""
+    """On several workers each copy would have a part of the gradient; if made, refused on one."""
     tied = [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))]
     tied[1][0].weight = tied[0].weight
     a, c = [(lambda m=m: m) if is_made else m for m in tied]
@@ -386,6 +385,28 @@ def test_chain_of_parts_that_share_a_parameter(is_made, last):
             chain_on(comm, [ends[0], middle, ends[1]])
 
     run_ranks(last + 1, work)
+
+
+def test_chain_of_parts_that_share_a_parameter_on_their_rank():
+    """As an embedding and what gives its words again, with parts of other ranks between them."""
+    x, weight = torch.arange(6.0).view(2, 3) / 6, torch.eye(3) / 2 + 0.1
+    expected = weight.clone().requires_grad_()
+    (torch.tanh(x @ expected.T) @ expected.T).square().sum().backward()
+
+    def work(comm: Communicator) -> Tensor | None:
+        tied = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+        tied[1].weight = tied[0].weight = nn.Parameter(weight.clone())
+        ends = [
+            ChainPart("a", tied[0], 0, ("x",), ("h",)),
+            ChainPart("c", tied[1], 0, ("z",), ("y",)),
+        ]
+        middle = ChainPart("b", nn.Tanh(), comm.size - 1, ("h",), ("z",))
+        values, delegate = chain_on(comm, [ends[0], middle, ends[1]])(x=x)
+        (sum(y.square().sum() for y in values.values()) + delegate).backward()
+        return tied[0].weight.grad
+
+    for size in (1, 2):
+        torch.testing.assert_close(run_ranks(size, work)[0], expected.grad)
 
 
 def test_chain_of_what_is_no_mesh_no_rank_and_no_module():
