@@ -22,7 +22,9 @@ from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
+from allstep.exchange.same_gradients import SameGradients, other_gradients_message
 from allstep.exchange.wires import Exact, PowerSGD
+from allstep.exchange.wires.error_feedback import LossyFormat
 from allstep.torch_classes import local_part
 
 Gradients = dict[str, Tensor]
@@ -293,7 +295,9 @@ class FSDPCommHook(_CommHook):
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
         super().__init__(policy)
         self._model = model
-        self._meet(comm)
+        wire = self._meet(comm).wire
+        keeps = policy.staleness > 0 or (isinstance(wire, LossyFormat) and wire.error_feedback)
+        self._same = SameGradients(model, policy) if keeps else None
         self._is_clearing = False
         with torch.no_grad():
             whole = (*model.parameters(), *model.buffers())
@@ -310,8 +314,11 @@ class FSDPCommHook(_CommHook):
             flat: the gradients of this worker's shard; becomes their sum over the replicas.
 
         Raises:
-            UsageError: if other parameters than before had a gradient, with staleness.
+            UsageError: if other parameters than before have a gradient, with staleness or a format
+                that keeps what it has not sent.
         """
+        if self._same is not None:
+            self._same.begin(name, flat)
         # FSDP2 may drop it behind this, and give its memory to what another stream reduces next.
         lend_to_current_stream(flat)
         layout = _layout(f"{name or 'model'} (a module of FSDP2)", flat)
@@ -328,12 +335,8 @@ class FSDPCommHook(_CommHook):
         due = steps.pop_due()
         if due is None:
             self._clear_after_backward()
-        elif due[name].shape != flat.shape:
-            raise UsageError(
-                f"`steps` (={self._policy.staleness}) of `Stale`: other parameters of `{name}` than"
-                " before had a gradient; call `set_reduce_scatter_unused_params(True)` on the"
-                " model."
-            )
+        elif due[name].shape != flat.shape:  # of a checkpoint
+            raise UsageError(other_gradients_message(name, self._policy))
         else:
             flat.copy_(due[name])
 

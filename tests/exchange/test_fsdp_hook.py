@@ -1,19 +1,21 @@
 """Sharded in a node, exchanged between two: equals the exchange on four workers."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from allstep.comm import Communicator, init
 from allstep.errors import UsageError
-from allstep.exchange import Synchronous, attach, make_policy
+from allstep.exchange import ExchangePolicy, Synchronous, attach, make_policy
 from allstep.exchange.torch_hooks import fsdp_hook
+from allstep.exchange.wires import TopK
 from tests.exchange.nets import assert_same, differs, mlp
 from tests.helpers.processes import run_processes
 
@@ -161,3 +163,78 @@ def test_format_that_needs_matrices() -> None:
         UsageError, match=r"`compression` \(='powersgd'\) needs matrices, .* use \"int8\""
     ):
         fsdp_hook(Sharded(2, 2), Communicator.single_process(), policy)
+
+
+class Either(nn.Module):
+    """Two parameters of equal size, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 1, bias=False) for _ in range(2)])
+        with torch.no_grad():
+            for p in self.parameters():
+                p.zero_()
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.parts[number](x)
+
+
+NUMBERS = [0, 0, 1, 0, 1, 1, 0, 1]
+KEEPING = {
+    "stale": make_policy(algorithm="native", staleness=1),
+    "topk": make_policy(algorithm="native", compression=TopK(fraction=0.25)),
+}
+
+
+def use_in_turn(comm: Communicator) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    replicas = init(process_group=mesh["replicate"], device=comm.device)
+
+    def train_in_turn(policy: ExchangePolicy, sends_zeros: bool, numbers: list[int]) -> list[float]:
+        model = Either()
+        fully_shard(model, mesh=mesh["shard"])
+        if sends_zeros:
+            model.set_reduce_scatter_unused_params(True)
+        hook = fsdp_hook(model, replicas, policy)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        # With staleness the gradient of the last step is not used.
+        for number in [*numbers, 0] if policy.staleness else numbers:
+            optimizer.zero_grad()
+            sign = 1 if number else -1
+            model(torch.full((1, 4), sign * (1.0 + comm.rank)), number).sum().backward()
+            optimizer.step()
+        sums = torch.stack([p.full_tensor().detach().sum() for p in model.parameters()])
+        unsent = [sum(map(torch.sum, hook.state_dict()["unsent"].values()), torch.zeros(()))]
+        return [*sums.tolist(), *comm.all_reduce(torch.stack(unsent)).tolist()]
+
+    found: dict[str, Any] = {}
+    for name, policy in {**KEEPING, "prompt": CASES["fp32"]}.items():
+        try:
+            found[name] = train_in_turn(policy, False, NUMBERS)
+        except UsageError as error:
+            found[name] = str(error)
+        found[f"{name}, one"] = train_in_turn(policy, False, [0] * 8)
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            found[f"{name}, zeros"] = train_in_turn(policy, True, NUMBERS)
+    return found
+
+
+@pytest.mark.process
+def test_gradients_that_are_kept_are_of_the_same_parameters() -> None:
+    """Else one parameter of the module would get another's; one that is never used may be."""
+    for found in run_processes(2, use_in_turn):
+        assert found["prompt"] == [24.0, -24.0, 0.0]  # each four times, by 4 * 1.5
+        for name in KEEPING:
+            assert re.search(
+                r"parameters of `model` than before .*`policy` \(=.*`set_reduce_scatter_unused_par"
+                r".*It is `parts\.1\.weight` now, and was `parts\.0\.weight`",
+                found[name],
+            )
+            # What was not sent is missing.
+            first, second, unsent = found[f"{name}, one"]
+            assert [first - unsent, second] == pytest.approx([48.0, 0.0])
+            if f"{name}, zeros" in found:
+                first, second, unsent = found[f"{name}, zeros"]
+                assert first + second - unsent == pytest.approx(0.0)
+        if "stale, zeros" in found:
+            assert found["stale, zeros"][:2] == [24.0, -24.0]
