@@ -29,6 +29,12 @@ from allstep.torch_classes import local_part
 
 Gradients = dict[str, Tensor]
 
+_STATIC_GRAPH = (
+    "`static_graph` (=True) of DistributedDataParallel and `steps` (={steps}) of `Stale`: the first"
+    " backward pass hands over several buckets, one for each dtype and device of the parameters,"
+    " without an end. Leave `static_graph` out, or pass `Synchronous()`."
+)
+
 
 def ddp_hook(
     policy: Synchronous | Stale | None = None, comm: Communicator | None = None
@@ -217,6 +223,9 @@ class DDPCommHook(_CommHook):
                 # Before DDP's own end of the pass, which knows no errors but its own.
                 Variable._execution_engine.queue_callback(partial(_wait, futures))
             return future
+        if self._waiting and bucket.index() == 0:
+            # DDP calls none of them the last, and waits for each before it goes on.
+            raise UsageError(_STATIC_GRAPH.format(steps=self._policy.staleness))
         own = flat * scale
         self._step |= zip(names, layout.views(own), strict=True)
         self._works.append(reducer.start(Bucket(layout, own)))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from allstep.exchange import ExchangePolicy, LocalSGD, Synchronous, attach, make
 from allstep.exchange.torch_hooks import DDPCommHook, ddp_hook, fsdp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
+from tests.helpers.processes import RemoteError, run_processes
 from tests.helpers.ranks import run_ranks
 
 BUCKET_MB = 200 / 2**20  # several buckets
@@ -298,3 +300,36 @@ def test_local_sgd_is_refused() -> None:
         ddp_hook(LocalSGD(sync_every=4))
     with pytest.raises(UsageError, match=message):
         fsdp_hook(mlp(), Communicator.single_process(), LocalSGD(sync_every=4))
+
+
+class TwoDtypes(nn.Module):
+    """Parameters of two dtypes, which DDP puts into buckets of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.wide = nn.Linear(2, 2), nn.Linear(2, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.single(x).double())
+
+
+def train_static_graph(
+    comm: Communicator, make_model: Callable[[], nn.Module], staleness: int
+) -> None:
+    model = make_model()
+    ddp = DistributedDataParallel(
+        model, process_group=comm.process_group, static_graph=True, bucket_cap_mb=BUCKET_MB
+    )
+    ddp.register_comm_hook(model, ddp_hook(policy("fp32", staleness), comm))
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(3, 2)).sum().backward()
+
+
+@pytest.mark.process
+def test_first_pass_of_a_static_graph_without_a_last_bucket() -> None:
+    """It waited for ever. One bucket is the last, and prompt gradients need none."""
+    with pytest.raises(RemoteError, match=r"UsageError: `static_graph` \(=True\) .*`steps` \(=1\)"):
+        run_processes(2, train_static_graph, TwoDtypes, 1, timeout_s=60.0)
+    run_processes(2, train_static_graph, partial(nn.Linear, 2, 1), 1)
+    run_processes(2, train_static_graph, TwoDtypes, 0)
