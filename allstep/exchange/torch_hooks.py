@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, fsdp_modules, init
+from allstep.comm.work import JoinedWork
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_policy
@@ -194,6 +195,7 @@ class DDPCommHook(_CommHook):
         super().__init__(policy)
         self._comm = comm
         self._step: Gradients = {}  # of the backward pass under way
+        self._exchanged: tuple[str, ...] = ()  # all parameters of DDP's buckets
         self._works: list[Work[None]] = []
         self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
         self._resolving: list[torch.futures.Future[Tensor]] = []  # of this pass
@@ -242,8 +244,9 @@ class DDPCommHook(_CommHook):
         """
         steps = self._steps_of("")
         while steps:
-            for name, gradient in steps.pop().items():
-                self._parameters[name].grad = gradient
+            due = steps.pop()
+            for name in self._exchanged:
+                self._parameters[name].grad = due.get(name)
             yield
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
@@ -264,29 +267,39 @@ class DDPCommHook(_CommHook):
     def _end_step(self) -> None:
         """Gives DDP the gradients of an earlier step, or has `p.grad` be None."""
         steps = self._steps_of("")
-        steps.push(self._step, self._works)
-        self._step, self._works = {}, []
-        due = steps.pop_due()
+        step, unused = self._step, set[str]()
+        *works, last = self._works
+        steps.push(step, [*works, JoinedWork([last], partial(_drop_unused, step, unused))])
+        self._step, self._works, self._exchanged = {}, [], tuple(step)
+        due = steps.pop_due() or {}
         waiting, self._waiting = self._waiting, []
         for layout, flat, future in waiting:
             for name, view in zip(layout.names, layout.views(flat), strict=True):
-                if due is not None and name in due:
+                if name in due:
                     view.copy_(due[name])
                 else:
                     view.zero_()
             future.set_result(flat)
         # DDP queues the end of its work after this one, and that sets `p.grad`.
-        _after_engine(partial(self._set_gradients, due))
+        _after_engine(partial(self._set_gradients, due, unused))
 
-    def _set_gradients(self, due: Gradients | None) -> None:
-        """DDP leaves alone what it believes unused, which may have been used when it was sent."""
-        for name, p in self._parameters.items():
-            if due is None:
+    def _set_gradients(self, due: Gradients, unused: set[str]) -> None:
+        """What a step has used is not what the step that is due had used.
+
+        Args:
+            due: its gradients; none in the first steps.
+            unused: gets what no worker has used in this step, of which DDP leaves `p.grad` None.
+        """
+        for name in self._exchanged:
+            p = self._parameters[name]
+            if p.grad is None:
+                unused.add(name)
+            if name not in due:
                 p.grad = None
-            elif name in due and p.grad is not None:
-                p.grad.copy_(due[name])
-            elif name in due and due[name].any():
+            elif p.grad is None:
                 p.grad = due[name].clone()
+            else:
+                p.grad.copy_(due[name])
 
 
 class FSDPCommHook(_CommHook):
@@ -376,6 +389,16 @@ def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
 
 def _copy(step: Gradients, device: torch.device | None = None) -> Gradients:
     return {name: gradient.to(device, copy=True) for name, gradient in step.items()}
+
+
+def _drop_unused(step: Gradients, unused: set[str]) -> None:
+    """Once a step's sums are made: what no worker has used has no gradient, as without staleness.
+
+    Unless something of its earlier gradients was sent along.
+    """
+    for name in unused:
+        if not step[name].any():
+            del step[name]
 
 
 def _after_engine(function: Any) -> None:

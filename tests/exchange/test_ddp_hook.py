@@ -210,11 +210,11 @@ def test_goes_on_after_a_checkpoint(wire: ExchangePolicy, num_unsent: int) -> No
 
 
 class Either(nn.Module):
-    """Two parameters, of which a step uses one."""
+    """Parameters of which a step uses one."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_parts: int = 2) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        self.parts = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(num_parts)])
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return self.parts[number](x)
@@ -253,7 +253,38 @@ def test_stale_gradient_of_a_parameter_unused_in_the_step(
     for values, had in run_ranks(2, worker):
         assert values == [6.0, 6.0]  # each four times, by 1.5
         if finds_unused and set_to_none:
-            assert had[:4] == [False, True, True, True]
+            assert had[:4] == [False, True, False, True]  # in step 2 that of step 1 is due
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_late_gradients_leave_alone_what_their_step_did_not_use(staleness: int) -> None:
+    """Weight decay and momentum move what has a gradient, be it zero: plain DDP is the oracle."""
+    start = Either(num_parts=3)
+
+    def train_with(hooked: bool) -> Callable[[Communicator], dict[str, Tensor]]:
+        def worker(comm: Communicator) -> dict[str, Tensor]:
+            model, hook = copy.deepcopy(start), ddp_hook(policy("fp32", staleness), comm)
+            ddp = DistributedDataParallel(
+                model, process_group=comm.process_group, find_unused_parameters=True
+            )
+            if hooked:
+                ddp.register_comm_hook(model, hook)
+            step = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.5)
+            for number in [0, 1, 1, 0, 0]:  # the last is never used
+                step.zero_grad()
+                # Gradients do not depend on the parameters, so that late ones are the same.
+                ddp(torch.full((1, 1), 1.0 + comm.rank), number).sum().backward()
+                step.step()
+            for _ in hook.flush():
+                step.step()
+            return states(model)
+
+        return worker
+
+    expected = run_ranks(2, train_with(hooked=False))
+    for found in run_ranks(2, train_with(hooked=True)):
+        assert_same(found, expected[0])
+        assert torch.equal(found["parts.2.weight"], start.parts[2].weight)
 
 
 def test_a_checkpoint_of_another_policy_is_refused() -> None:
