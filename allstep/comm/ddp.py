@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterable
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 WITHOUT_DDP = (
@@ -24,11 +24,15 @@ def is_in_ddp(model: nn.Module) -> bool:
     return ddp is not None and any(module is model for module in ddp.modules())
 
 
-def find_ddp(parameters: Iterable[nn.Parameter]) -> DistributedDataParallel | None:
+def find_ddp(parameters: Iterable[Tensor], hook: object = None) -> DistributedDataParallel | None:
     """One that exchanges the gradient of one of these, whichever module it was made of.
 
     It leaves no mark on its parameters, and nobody keeps a list: the garbage collector knows all
     objects. It takes about 0.03 s, and is not asked where torch.distributed was not initialized.
+
+    Args:
+        parameters: of which it has one.
+        hook: if several do, the one that calls this communication hook.
     """
     if not dist.is_initialized():
         return None
@@ -36,7 +40,9 @@ def find_ddp(parameters: Iterable[nn.Parameter]) -> DistributedDataParallel | No
     if not _ddps_of(ids):
         return None
     gc.collect()  # what nobody holds any more exchanges nothing from now on
-    return next(iter(_ddps_of(ids)), None)
+    ddps = _ddps_of(ids)
+    callers = (ddp for ddp in ddps if any(hook is own for own, _ in ddp._comm_hooks))
+    return next(callers, next(iter(ddps), None))
 
 
 def _ddps_of(ids: set[int]) -> list[DistributedDataParallel]:

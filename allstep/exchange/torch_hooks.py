@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, fsdp_modules, init
+from allstep.comm.ddp import find_ddp
 from allstep.comm.work import JoinedWork
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
@@ -25,7 +26,7 @@ from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
 from allstep.exchange.same_gradients import SameGradients, other_gradients_message
 from allstep.exchange.wires import Exact, PowerSGD
-from allstep.exchange.wires.error_feedback import LossyFormat
+from allstep.exchange.wires.error_feedback import keeps_unsent
 from allstep.torch_classes import local_part
 
 Gradients = dict[str, Tensor]
@@ -198,7 +199,7 @@ class DDPCommHook(_CommHook):
         self._exchanged: tuple[str, ...] = ()  # all parameters of DDP's buckets
         self._works: list[Work[None]] = []
         self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
-        self._resolving: list[torch.futures.Future[Tensor]] = []  # of this pass
+        self._finds_unused = True
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[Tensor, str] = {}
 
@@ -211,19 +212,19 @@ class DDPCommHook(_CommHook):
         """
         flat = bucket.buffer()
         # Made at the first bucket, when there is a process group for sure.
-        reducer = self._reducer or self._meet(self._comm or init(device=flat.device))
+        reducer = self._reducer or self._begin(bucket.parameters(), flat.device)
         names = self._name(bucket.parameters(), state)
         layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
         future = new_future(flat.device)
         scale = self._scale(reducer.comm)
         if not self._policy.staleness:
             flat.mul_(scale)
+            if bucket.index() == 0:
+                self._waiting.clear()  # of a pass that had no last one
             reducer.start(Bucket(layout, flat), then=partial(_resolve, future, flat))
-            self._resolving.append(future)
+            self._waiting.append((layout, flat, future))
             if bucket.is_last():
-                futures, self._resolving = self._resolving, []
-                # Before DDP's own end of the pass, which knows no errors but its own.
-                Variable._execution_engine.queue_callback(partial(_wait, futures))
+                self._end_prompt_step()
             return future
         if self._waiting and bucket.index() == 0:
             # DDP calls none of them the last, and waits for each before it goes on.
@@ -249,6 +250,12 @@ class DDPCommHook(_CommHook):
                 self._parameters[name].grad = due.get(name)
             yield
 
+    def _begin(self, parameters: list[Tensor], device: torch.device) -> Reducer:
+        """What is known at the first bucket."""
+        ddp = find_ddp(parameters, hook=self)
+        self._finds_unused = ddp is None or ddp.find_unused_parameters
+        return self._meet(self._comm or init(device=device))
+
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
         for p in parameters:
             if p not in self._names:
@@ -263,6 +270,26 @@ class DDPCommHook(_CommHook):
         if isinstance(model, nn.Module):
             self._parameters |= dict(model.named_parameters())
             self._names |= {p: name for name, p in model.named_parameters()}
+
+    def _end_prompt_step(self) -> None:
+        """Waits for the sums, and gives the gradient to what DDP believes unused, too."""
+        waiting, self._waiting = self._waiting, []
+        # Before DDP's own end of the pass, which knows no errors but its own.
+        Variable._execution_engine.queue_callback(partial(_wait, [end for _, _, end in waiting]))
+        if self._finds_unused and keeps_unsent(self._policy.wire_format):
+            _after_engine(partial(self._set_sums, waiting))
+
+    def _set_sums(
+        self, sums: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]]
+    ) -> None:
+        """DDP leaves alone what no worker has used, of which something was sent now."""
+        for layout, flat, _ in sums:
+            for name, view in zip(layout.names, layout.views(flat), strict=True):
+                p = self._parameters[name]
+                if p.grad is not None:
+                    p.grad.copy_(view)
+                elif view.any():
+                    p.grad = view.clone()
 
     def _end_step(self) -> None:
         """Gives DDP the gradients of an earlier step, or has `p.grad` be None."""
@@ -317,8 +344,8 @@ class FSDPCommHook(_CommHook):
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
         super().__init__(policy)
         self._model = model
-        wire = self._meet(comm).wire
-        keeps = policy.staleness > 0 or (isinstance(wire, LossyFormat) and wire.error_feedback)
+        self._meet(comm)
+        keeps = policy.staleness > 0 or keeps_unsent(policy.wire_format)
         self._same = SameGradients(model, policy) if keeps else None
         self._is_clearing = False
         with torch.no_grad():

@@ -212,9 +212,9 @@ def test_goes_on_after_a_checkpoint(wire: ExchangePolicy, num_unsent: int) -> No
 class Either(nn.Module):
     """Parameters of which a step uses one."""
 
-    def __init__(self, num_parts: int = 2) -> None:
+    def __init__(self, num_parts: int = 2, size: int = 1) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(num_parts)])
+        self.parts = nn.ModuleList([nn.Linear(size, 1, bias=False) for _ in range(num_parts)])
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return self.parts[number](x)
@@ -285,6 +285,45 @@ def test_late_gradients_leave_alone_what_their_step_did_not_use(staleness: int) 
     for found in run_ranks(2, train_with(hooked=True)):
         assert_same(found, expected[0])
         assert torch.equal(found["parts.2.weight"], start.parts[2].weight)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("wire", ["int8", TopK(fraction=0.1)])
+def test_nothing_of_a_parameter_that_is_not_always_used_is_lost(
+    wire: str | WireFormat, staleness: int, as_views: bool, set_to_none: bool
+) -> None:
+    """What the updates add up to, and what is still to be sent, are all gradients."""
+
+    def worker(comm: Communicator) -> Tensor:
+        model, hook = Either(num_parts=3, size=20).double(), ddp_hook(policy(wire, staleness), comm)
+        ddp = DistributedDataParallel(
+            model,
+            process_group=comm.process_group,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=as_views,
+        )
+        start = copy.deepcopy(model)
+        ddp.register_comm_hook(model, hook)
+        step, total = torch.optim.SGD(model.parameters(), 1.0), torch.zeros(())
+        for number in range(40):
+            step.zero_grad(set_to_none=set_to_none)
+            x = torch.rand(1, 20, dtype=torch.float64)
+            total = total + x.sum() / comm.size
+            ddp(x, number % 2).sum().backward()
+            step.step()
+        for _ in hook.flush():
+            step.step()
+        unsent = sum(map(torch.sum, hook.state_dict()["unsent"].values()), torch.zeros(()))
+        pairs = zip(start.parameters(), model.parameters(), strict=True)
+        moved = [(before - p).detach().sum() for before, p in pairs]
+        return torch.stack([total, unsent, sum(moved) / comm.size, moved[2].abs()])
+
+    total, unsent, moved, of_unused = sum(run_ranks(2, worker)).tolist()
+    assert moved + unsent == pytest.approx(total, rel=1e-9)
+    assert of_unused == 0
+    assert unsent != 0 or wire == "int8"
 
 
 def test_a_checkpoint_of_another_policy_is_refused() -> None:

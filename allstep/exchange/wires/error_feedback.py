@@ -58,6 +58,11 @@ class LossyFormat(WireFormat):
         """The same over several workers."""
 
 
+def keeps_unsent(wire: WireFormat) -> bool:
+    """Whether a format sends later what it has not sent."""
+    return isinstance(wire, LossyFormat) and wire.error_feedback
+
+
 def working_dtype(layout: BucketLayout) -> torch.dtype:
     """What lossy formats compute in: at least float32."""
     return torch.promote_types(layout.flat_dtype, torch.float32)
