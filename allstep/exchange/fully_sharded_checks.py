@@ -9,9 +9,10 @@ from torch import nn
 
 from allstep.comm import Communicator, StageModules, divided_prefixes, fsdp_modules
 from allstep.errors import UsageError
+from allstep.exchange.agreement import agree
 from allstep.exchange.parameters import left_out_of_shards
 from allstep.exchange.policy import ExchangePolicy, Synchronous
-from allstep.torch_classes import is_dtensor
+from allstep.torch_classes import bounds_of, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +74,22 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
     for name, p in parameters.items():
         assert is_dtensor(p)
         _check_mesh(name, p.device_mesh, ranks)
+
+
+def check_replicas(model: nn.Module, comm: Communicator) -> None:
+    """Checks that workers hold the same shards of all that is trained. Collective.
+
+    Raises:
+        DisagreementError: names a parameter of which they hold different ones, and the cure.
+    """
+    shards = [
+        (name, "elements {} to {}".format(*bounds_of(p))) for name, p in model.named_parameters()
+    ]
+    cure = (
+        'Shard over `mesh["shard"]` alone and pass those that hold the same shard as `comm`:'
+        ' `allstep.init(process_group=mesh["replicate"])`.'
+    )
+    agree(comm, "exchange the gradients of shards", shards, cure=cure)
 
 
 def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPModule]") -> None:

@@ -20,6 +20,7 @@ from allstep.comm.work import JoinedWork
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_policy
+from allstep.exchange.fully_sharded_checks import check_replicas
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
@@ -87,7 +88,7 @@ def fsdp_hook(
     Raises:
         UsageError: if `model` isn't sharded, if `policy` is local SGD, or if the compression needs
             matrices.
-        DisagreementError: if workers have different policies.
+        DisagreementError: if workers have different policies or shards.
 
     Example:
         >>> def distribute(model, mesh):  # a mesh with dimensions "replicate" and "shard"
@@ -110,6 +111,7 @@ def fsdp_hook(
             "`compression` (='powersgd') needs matrices, and FSDP2 hands over flat shards; use"
             ' "int8".'
         )
+    check_replicas(model, comm)
     hook = FSDPCommHook(model, comm, policy)
     for name, unit in units.items():
         unit.set_all_reduce_hook(partial(hook.reduce_, name))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from allstep.comm import Communicator, init
-from allstep.errors import UsageError
+from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, Synchronous, attach, make_policy
 from allstep.exchange.torch_hooks import fsdp_hook
 from allstep.exchange.wires import TopK
@@ -238,3 +238,24 @@ def test_gradients_that_are_kept_are_of_the_same_parameters() -> None:
                 assert first + second - unsent == pytest.approx(0.0)
         if "stale, zeros" in found:
             assert found["stale, zeros"][:2] == [24.0, -24.0]
+
+
+def pass_workers_with_other_shards(comm: Communicator) -> str:
+    model = mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(DisagreementError) as error:
+        fsdp_hook(model, comm)
+    assert all(map(torch.equal, before, [p.full_tensor() for p in model.parameters()]))
+    return str(error.value)
+
+
+@pytest.mark.process
+def test_workers_with_other_shards_are_refused() -> None:
+    """Else each would get the shards of the first; the model is left as it was."""
+    for message in run_processes(2, pass_workers_with_other_shards):
+        assert re.search(
+            r"`0\.weight` is elements \(0, 0\) to \(4, 5\) on rank 0; elements \(4, 0\) to \(7, 5\)"
+            r" on rank 1.*`allstep\.init\(process_group=mesh\[\"replicate\"\]\)`",
+            message,
+        )
