@@ -80,8 +80,22 @@ def check_replicas(model: nn.Module, comm: Communicator) -> None:
     """Checks that workers hold the same shards of all that is trained. Collective.
 
     Raises:
+        UsageError: names a parameter that is trained and not sharded, and the cure.
         DisagreementError: names a parameter of which they hold different ones, and the cure.
     """
+    prefixes = tuple(f"{name}." if name else "" for name in fsdp_modules(model))
+    whole = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not (is_dtensor(p) and name.startswith(prefixes))
+    ]
+    fault = None
+    if whole:
+        fault = (
+            f"`{whole[0]}` is trained and not sharded by FSDP2, which hands over gradients of what"
+            " it has sharded: call `fully_shard(model, mesh=...)` last, which takes the other"
+            " parameters, without `ignored_params`; or freeze it by `requires_grad_(False)`."
+        )
     shards = [
         (name, "elements {} to {}".format(*bounds_of(p))) for name, p in model.named_parameters()
     ]
@@ -89,7 +103,7 @@ def check_replicas(model: nn.Module, comm: Communicator) -> None:
         'Shard over `mesh["shard"]` alone and pass those that hold the same shard as `comm`:'
         ' `allstep.init(process_group=mesh["replicate"])`.'
     )
-    agree(comm, "exchange the gradients of shards", shards, cure=cure)
+    agree(comm, "exchange the gradients of shards", shards, fault=fault, cure=cure)
 
 
 def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPModule]") -> None:

@@ -86,8 +86,8 @@ def fsdp_hook(
         The hook, which is registered.
 
     Raises:
-        UsageError: if `model` isn't sharded, if `policy` is local SGD, or if the compression needs
-            matrices.
+        UsageError: if `model` isn't sharded, or not all that is trained of it, if `policy` is local
+            SGD, or if the compression needs matrices.
         DisagreementError: if workers have different policies or shards.
 
     Example:

@@ -259,3 +259,30 @@ def test_workers_with_other_shards_are_refused() -> None:
             r" on rank 1.*`allstep\.init\(process_group=mesh\[\"replicate\"\]\)`",
             message,
         )
+
+
+def leave_parameters_whole(comm: Communicator) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    replicas = init(process_group=mesh["replicate"], device=comm.device)
+    messages = []
+    for is_root_sharded in (True, False):
+        model = mlp()
+        if is_root_sharded:
+            fully_shard(model, mesh=mesh["shard"], ignored_params={model[4].weight, model[4].bias})
+        else:
+            fully_shard(model[0], mesh=mesh["shard"])
+            fully_shard(model[2], mesh=mesh["shard"])
+        with pytest.raises(UsageError) as error:
+            fsdp_hook(model, replicas)
+        messages.append(str(error.value))
+        model[4].requires_grad_(False)
+        fsdp_hook(model, replicas)
+    return messages
+
+
+@pytest.mark.process
+def test_parameters_that_are_trained_and_not_sharded_are_refused() -> None:
+    """Their gradients would stay each worker's own. Frozen ones have none."""
+    for messages in run_processes(2, leave_parameters_whole):
+        for message in messages:
+            assert re.match(r"`4\.weight` is trained and not sharded.*requires_grad_", message)
