@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
@@ -46,13 +47,14 @@ def ddp_hook(
 
     Args:
         policy: its compression, staleness, reduction and algorithm are used; buckets are DDP's.
-        comm: the workers of DDP's process group; None for all workers of torch.distributed.
+        comm: the workers of DDP's process group; None for those that it has.
 
     Returns:
         What `DistributedDataParallel.register_comm_hook` takes.
 
     Raises:
-        UsageError: if `policy` is local SGD.
+        UsageError: if `policy` is local SGD; in the first backward pass, if `comm` is of other
+            workers than DDP's.
 
     Example:
         >>> import torch, allstep
@@ -256,7 +258,11 @@ class DDPCommHook(_CommHook):
         """What is known at the first bucket."""
         ddp = find_ddp(parameters, hook=self)
         self._finds_unused = ddp is None or ddp.find_unused_parameters
-        return self._meet(self._comm or init(device=device))
+        group = None if ddp is None else ddp.process_group
+        comm = self._comm or init(process_group=group, device=device)
+        if group is not None:
+            _check_group(comm, group)
+        return self._meet(comm)
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
         for p in parameters:
@@ -413,6 +419,17 @@ def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
         raise UsageError(
             '`compression` (="exact") rounds the gradient of each micro-batch, which a hook on sums'
             " does not see: use `allstep.attach` with `allstep.steps` instead of the hook."
+        )
+
+
+def _check_group(comm: Communicator, group: dist.ProcessGroup) -> None:
+    """Checks that these are DDP's workers. Collective."""
+    ranks = comm.all_gather_object(dist.get_rank())
+    of_ddp = dist.get_process_group_ranks(group)
+    if sorted(ranks) != sorted(of_ddp):
+        raise UsageError(
+            f"`comm` is of the ranks {ranks}, and DistributedDataParallel of {of_ddp}: leave `comm`"
+            " out of `ddp_hook`, or pass `allstep.init(process_group=...)` of DDP's group."
         )
 
 

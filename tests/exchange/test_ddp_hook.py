@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, init
 from allstep.errors import CheckpointError, UsageError
 from allstep.exchange import ExchangePolicy, LocalSGD, Synchronous, attach, make_policy
 from allstep.exchange.torch_hooks import DDPCommHook, ddp_hook, fsdp_hook
@@ -403,3 +404,29 @@ def test_first_pass_of_a_static_graph_without_a_last_bucket() -> None:
         run_processes(2, train_static_graph, TwoDtypes, 1, timeout_s=60.0)
     run_processes(2, train_static_graph, partial(nn.Linear, 2, 1), 1)
     run_processes(2, train_static_graph, TwoDtypes, 0)
+
+
+def gradients_in_groups(comm: Communicator) -> list[float]:
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1,))}
+    (own,) = [group for ranks, group in groups.items() if comm.rank in ranks]
+
+    def gradient(hook: DDPCommHook | None) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        ddp = DistributedDataParallel(model, process_group=own)
+        if hook is not None:
+            ddp.register_comm_hook(model, hook)
+        ddp(torch.full((1, 1), 2.0**comm.rank)).sum().backward()
+        return model.weight.grad.item()
+
+    message = r"`comm` is of the ranks \[0, 1, 2\], .* leave `comm` out"
+    with pytest.raises(UsageError, match=message):
+        gradient(ddp_hook(None, comm))
+    of_group = init(process_group=own, device=comm.device)
+    return [gradient(hook) for hook in (None, ddp_hook(), ddp_hook(None, of_group))]
+
+
+@pytest.mark.process
+def test_workers_are_those_of_the_process_group() -> None:
+    """Plain DDP is the oracle; the mean over all would be 7 / 3."""
+    expected = [[2.5] * 3, [2.0] * 3, [2.5] * 3]
+    assert run_processes(3, gradients_in_groups) == expected
