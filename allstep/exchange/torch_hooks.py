@@ -4,6 +4,7 @@ Both hand over flat gradients and take back what `p.grad` shall hold. They are c
 and `InFlight`, as `attach` is.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
@@ -53,8 +54,8 @@ def ddp_hook(
         What `DistributedDataParallel.register_comm_hook` takes.
 
     Raises:
-        UsageError: if `policy` is local SGD; in the first backward pass, if `comm` is of other
-            workers than DDP's.
+        UsageError: if `policy` is local SGD; in a backward pass, if `comm` is of other workers
+            than DDP's, or for a second DDP model.
 
     Example:
         >>> import torch, allstep
@@ -203,6 +204,8 @@ class DDPCommHook(_CommHook):
         self._exchanged: tuple[str, ...] = ()  # all parameters of DDP's buckets
         self._works: list[Work[None]] = []
         self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None  # if it can be found
+        self._of_ddp: frozenset[Tensor] = frozenset()  # its parameters
         self._finds_unused = True
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[Tensor, str] = {}
@@ -217,6 +220,7 @@ class DDPCommHook(_CommHook):
         flat = bucket.buffer()
         # Made at the first bucket, when there is a process group for sure.
         reducer = self._reducer or self._begin(bucket.parameters(), flat.device)
+        self._check_ddp(bucket.parameters())
         names = self._name(bucket.parameters(), state)
         layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
         future = new_future(flat.device)
@@ -257,12 +261,30 @@ class DDPCommHook(_CommHook):
     def _begin(self, parameters: list[Tensor], device: torch.device) -> Reducer:
         """What is known at the first bucket."""
         ddp = find_ddp(parameters, hook=self)
-        self._finds_unused = ddp is None or ddp.find_unused_parameters
+        self._take_ddp(ddp)
         group = None if ddp is None else ddp.process_group
         comm = self._comm or init(process_group=group, device=device)
         if group is not None:
             _check_group(comm, group)
         return self._meet(comm)
+
+    def _take_ddp(self, ddp: DistributedDataParallel | None) -> None:
+        if ddp is not None:
+            self._ddp, self._of_ddp = weakref.ref(ddp), frozenset(ddp.parameters())
+            self._finds_unused = ddp.find_unused_parameters
+
+    def _check_ddp(self, parameters: list[Tensor]) -> None:
+        """Names and steps are of one model; another DDP may be made of it when it has grown."""
+        if self._ddp is None or parameters[0] in self._of_ddp:
+            return
+        ddp = find_ddp(parameters, hook=self)
+        if ddp is not None and self._ddp() is not None:
+            raise UsageError(
+                f"`allstep.ddp_hook` is called for a second model ({type(ddp.module).__name__}),"
+                " whose gradients would meet those of the first in what it keeps: make a hook for"
+                " each DistributedDataParallel."
+            )
+        self._take_ddp(ddp)
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
         for p in parameters:

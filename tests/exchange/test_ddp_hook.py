@@ -430,3 +430,36 @@ def test_workers_are_those_of_the_process_group() -> None:
     """Plain DDP is the oracle; the mean over all would be 7 / 3."""
     expected = [[2.5] * 3, [2.0] * 3, [2.5] * 3]
     assert run_processes(3, gradients_in_groups) == expected
+
+
+def hooked(model: nn.Module, hook: DDPCommHook) -> nn.Module:
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, hook)
+    return ddp
+
+
+def train_two_models(comm: Communicator) -> list[float]:
+    """Two by turns, the first of which grows; gradients of the second where it has its own hook."""
+    late = policy("fp32", staleness=1)
+    first, second = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1, bias=False)
+    hook = ddp_hook(late)
+    ddp = hooked(first, hook)
+    ddp(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(UsageError, match=r"second model \(Linear\).* make a hook for each"):
+        other = hooked(nn.Linear(1, 1, bias=False), hook)
+        other(torch.ones(1, 1)).sum().backward()
+    first.append(nn.Linear(1, 1))
+    ddp = hooked(first, hook)
+    others, found = hooked(second, ddp_hook(late)), []
+    for step in range(3):
+        for each, scale in ((ddp, 1.0), (others, 100.0)):
+            each.zero_grad()
+            each(torch.full((1, 1), scale * (step + 1))).sum().backward()
+        found.append(0.0 if second.weight.grad is None else second.weight.grad.item())
+    return found
+
+
+@pytest.mark.process
+def test_a_second_model_is_refused() -> None:
+    """It got the late gradients of the first, if those were of the same names and sizes."""
+    assert run_processes(2, train_two_models) == [[0.0, 100.0, 200.0]] * 2
