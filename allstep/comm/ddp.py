@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,16 @@ def is_in_ddp(model: nn.Module) -> bool:
     """Whether it is called in the forward of a DistributedDataParallel around it."""
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch's own mark
     return ddp is not None and any(module is model for module in ddp.modules())
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether it is in `ddp.join()`, where workers may have different numbers of batches."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs; a worker that has joined the others calls hooks outside of it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def find_ddp(parameters: Iterable[Tensor], hook: object = None) -> DistributedDataParallel | None:

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, fsdp_modules, init
-from allstep.comm.ddp import find_ddp
+from allstep.comm.ddp import find_ddp, is_in_backward, is_joining
 from allstep.comm.work import JoinedWork
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
@@ -55,7 +55,7 @@ def ddp_hook(
 
     Raises:
         UsageError: if `policy` is local SGD; in a backward pass, if `comm` is of other workers
-            than DDP's, or for a second DDP model.
+            than DDP's, for a second DDP model, or with staleness in `join()`.
 
     Example:
         >>> import torch, allstep
@@ -218,9 +218,9 @@ class DDPCommHook(_CommHook):
             bucket: DDP's.
         """
         flat = bucket.buffer()
-        # Made at the first bucket, when there is a process group for sure.
-        reducer = self._reducer or self._begin(bucket.parameters(), flat.device)
         self._check_ddp(bucket.parameters())
+        # Made at the first bucket, when there is a process group for sure.
+        reducer = self._reducer or self._begin(flat.device)
         names = self._name(bucket.parameters(), state)
         layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
         future = new_future(flat.device)
@@ -258,33 +258,44 @@ class DDPCommHook(_CommHook):
                 self._parameters[name].grad = due.get(name)
             yield
 
-    def _begin(self, parameters: list[Tensor], device: torch.device) -> Reducer:
-        """What is known at the first bucket."""
-        ddp = find_ddp(parameters, hook=self)
-        self._take_ddp(ddp)
-        group = None if ddp is None else ddp.process_group
-        comm = self._comm or init(process_group=group, device=device)
-        if group is not None:
-            _check_group(comm, group)
-        return self._meet(comm)
+    def _check_ddp(self, parameters: list[Tensor]) -> None:
+        """Whether DDP does what can be exchanged; asked at each bucket, before it is."""
+        if self._reducer is None:
+            self._take_ddp(find_ddp(parameters, hook=self))
+        elif self._ddp is not None and (self._ddp() is None or parameters[0] not in self._of_ddp):
+            self._take_next_ddp(find_ddp(parameters, hook=self))
+        ddp = None if self._ddp is None else self._ddp()
+        joins = not is_in_backward() or (ddp is not None and is_joining(ddp))
+        if joins and self._policy.staleness:
+            raise UsageError(
+                f"`steps` (={self._policy.staleness}) of `Stale` has gradients under way when a"
+                " worker has no more batches, and `join()` of DistributedDataParallel lets the"
+                " others go on without it: leave `join` out, with as many batches on each worker,"
+                " or pass `Synchronous()`."
+            )
 
     def _take_ddp(self, ddp: DistributedDataParallel | None) -> None:
         if ddp is not None:
             self._ddp, self._of_ddp = weakref.ref(ddp), frozenset(ddp.parameters())
             self._finds_unused = ddp.find_unused_parameters
 
-    def _check_ddp(self, parameters: list[Tensor]) -> None:
+    def _take_next_ddp(self, ddp: DistributedDataParallel | None) -> None:
         """Names and steps are of one model; another DDP may be made of it when it has grown."""
-        if self._ddp is None or parameters[0] in self._of_ddp:
-            return
-        ddp = find_ddp(parameters, hook=self)
-        if ddp is not None and self._ddp() is not None:
+        if ddp is not None and self._ddp is not None and self._ddp() is not None:
             raise UsageError(
                 f"`allstep.ddp_hook` is called for a second model ({type(ddp.module).__name__}),"
                 " whose gradients would meet those of the first in what it keeps: make a hook for"
                 " each DistributedDataParallel."
             )
         self._take_ddp(ddp)
+
+    def _begin(self, device: torch.device) -> Reducer:
+        ddp = None if self._ddp is None else self._ddp()
+        group = None if ddp is None else ddp.process_group
+        comm = self._comm or init(process_group=group, device=device)
+        if group is not None:
+            _check_group(comm, group)
+        return self._meet(comm)
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
         for p in parameters:
@@ -304,6 +315,8 @@ class DDPCommHook(_CommHook):
     def _end_prompt_step(self) -> None:
         """Waits for the sums, and gives the gradient to what DDP believes unused, too."""
         waiting, self._waiting = self._waiting, []
+        if not is_in_backward():
+            return  # a worker without batches, whose zeros join the others' gradients
         # Before DDP's own end of the pass, which knows no errors but its own.
         Variable._execution_engine.queue_callback(partial(_wait, [end for _, _, end in waiting]))
         if self._finds_unused and keeps_unsent(self._policy.wire_format):

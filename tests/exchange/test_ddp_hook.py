@@ -463,3 +463,31 @@ def train_two_models(comm: Communicator) -> list[float]:
 def test_a_second_model_is_refused() -> None:
     """It got the late gradients of the first, if those were of the same names and sizes."""
     assert run_processes(2, train_two_models) == [[0.0, 100.0, 200.0]] * 2
+
+
+def train_uneven(comm: Communicator, staleness: int, batches: list[int]) -> list[list[float]]:
+    """Weights in plain DDP and with the hook, where workers have so many batches."""
+    weights = []
+    for hook in (None, ddp_hook(policy("fp32", staleness), comm)):
+        model = nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        ddp = DistributedDataParallel(model)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        step = torch.optim.SGD(model.parameters(), 0.5)
+        with ddp.join():
+            for number in range(batches[comm.rank]):
+                step.zero_grad()
+                ddp(torch.full((1, 1), 1.0 + number)).sum().backward()
+                step.step()
+        weights.append(model.weight.flatten().tolist())
+    return weights
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("batches", [[2, 4], [0, 3]])
+def test_workers_that_join_the_others_in_their_sums(batches: list[int]) -> None:
+    for plain, mine in run_processes(2, train_uneven, 0, batches):
+        assert mine == plain
+    with pytest.raises(RemoteError, match=r"UsageError: `steps` \(=1\) of `Stale`.* `join\(\)`"):
+        run_processes(2, train_uneven, 1, batches)
