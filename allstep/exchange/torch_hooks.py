@@ -25,6 +25,7 @@ from allstep.exchange.agreement import check_same_policy
 from allstep.exchange.fully_sharded_checks import check_replicas
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
+from allstep.exchange.parameters import sparse_gradient_message
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
 from allstep.exchange.same_gradients import SameGradients, other_gradients_message
@@ -54,8 +55,9 @@ def ddp_hook(
         What `DistributedDataParallel.register_comm_hook` takes.
 
     Raises:
-        UsageError: if `policy` is local SGD; in a backward pass, if `comm` is of other workers
-            than DDP's, for a second DDP model, or with staleness in `join()`.
+        UsageError: if `policy` is local SGD, or an argument of a wrong type; in a backward pass,
+            if `comm` is of other workers than DDP's, if a gradient is sparse, for a second DDP
+            model, or with staleness in `join()`.
 
     Example:
         >>> import torch, allstep
@@ -65,9 +67,13 @@ def ddp_hook(
         ...     model.register_comm_hook(model, hook)
         ...     return model
     """
-    policy = policy or Synchronous()
-    _refuse_what_no_hook_can_do(policy)
-    return DDPCommHook(policy, comm)
+    checked = _checked(policy)
+    if comm is not None and not isinstance(comm, Communicator):
+        raise UsageError(
+            f"`comm` (={comm!r}) is a {type(comm).__name__}; pass the Communicator of"
+            " `allstep.init()`, or leave it out."
+        )
+    return DDPCommHook(checked, comm)
 
 
 def fsdp_hook(
@@ -90,7 +96,7 @@ def fsdp_hook(
 
     Raises:
         UsageError: if `model` isn't sharded, or not all that is trained of it, if `policy` is local
-            SGD, or if the compression needs matrices.
+            SGD, if an argument is of a wrong type, or if the compression needs matrices.
         DisagreementError: if workers have different policies or shards.
 
     Example:
@@ -101,21 +107,30 @@ def fsdp_hook(
         ...     replicas = allstep.init(process_group=mesh["replicate"])
         ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
     """
-    policy = policy or Synchronous()
-    _refuse_what_no_hook_can_do(policy)
+    checked = _checked(policy)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"`model` (={model!r}) is a {type(model).__name__}; pass the nn.Module that"
+            " `fully_shard` was called on."
+        )
+    if not isinstance(comm, Communicator):
+        raise UsageError(
+            f"`comm` (={comm!r}) is a {type(comm).__name__}; pass the Communicator of"
+            ' `allstep.init(process_group=mesh["replicate"])`.'
+        )
     units = fsdp_modules(model)
     if not units:
         raise UsageError(
             f"`model` is a {type(model).__name__} that FSDP2 has not sharded; call"
             " `torch.distributed.fsdp.fully_shard` on it first."
         )
-    if isinstance(policy.wire_format, PowerSGD):
+    if isinstance(checked.wire_format, PowerSGD):
         raise UsageError(
             "`compression` (='powersgd') needs matrices, and FSDP2 hands over flat shards; use"
             ' "int8".'
         )
     check_replicas(model, comm)
-    hook = FSDPCommHook(model, comm, policy)
+    hook = FSDPCommHook(model, comm, checked)
     for name, unit in units.items():
         unit.set_all_reduce_hook(partial(hook.reduce_, name))
     return hook
@@ -222,6 +237,8 @@ class DDPCommHook(_CommHook):
         # Made at the first bucket, when there is a process group for sure.
         reducer = self._reducer or self._begin(flat.device)
         names = self._name(bucket.parameters(), state)
+        if flat.layout != torch.strided:
+            raise UsageError(sparse_gradient_message(names[0]))
         layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
         future = new_future(flat.device)
         scale = self._scale(reducer.comm)
@@ -444,7 +461,15 @@ class FSDPCommHook(_CommHook):
             p.grad = None
 
 
-def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
+def _checked(policy: object) -> ExchangePolicy:
+    """A policy that a hook can follow."""
+    if policy is None:
+        return Synchronous()
+    if not isinstance(policy, ExchangePolicy):
+        raise UsageError(
+            f"`policy` (={policy!r}) is a {type(policy).__name__}; pass a policy, such as"
+            ' `allstep.Synchronous(compression="int8")`.'
+        )
     if isinstance(policy, LocalSGD):
         raise UsageError(
             f"`policy` (={policy}) averages parameters, but a hook exchanges gradients: pass"
@@ -455,6 +480,7 @@ def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
             '`compression` (="exact") rounds the gradient of each micro-batch, which a hook on sums'
             " does not see: use `allstep.attach` with `allstep.steps` instead of the hook."
         )
+    return policy
 
 
 def _check_group(comm: Communicator, group: dist.ProcessGroup) -> None:

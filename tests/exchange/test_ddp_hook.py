@@ -491,3 +491,28 @@ def test_workers_that_join_the_others_in_their_sums(batches: list[int]) -> None:
         assert mine == plain
     with pytest.raises(RemoteError, match=r"UsageError: `steps` \(=1\) of `Stale`.* `join\(\)`"):
         run_processes(2, train_uneven, 1, batches)
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    comm = Communicator.single_process()
+    pass_policy = r"`policy` \(='int8'\) is a str; .*`allstep\.Synchronous\(compression="
+    with pytest.raises(UsageError, match=pass_policy):
+        ddp_hook("int8")
+    with pytest.raises(UsageError, match=pass_policy):
+        fsdp_hook(mlp(), comm, "int8")
+    with pytest.raises(UsageError, match=r"`comm` \(=3\) is a int; .*or leave it out"):
+        ddp_hook(None, 3)
+    with pytest.raises(UsageError, match=r"`comm` \(=None\) is a NoneType; .*replicate"):
+        fsdp_hook(mlp(), None)
+    with pytest.raises(UsageError, match=r"`model` \(=None\) is a NoneType; .*fully_shard"):
+        fsdp_hook(None, comm)
+
+
+def test_sparse_gradient_is_named() -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+        ddp, _ = with_hook(policy("fp32"))(model, comm)
+        with pytest.raises(UsageError, match=r"Parameter `0\.weight` has a sparse gradient"):
+            ddp(torch.tensor([comm.rank])).sum().backward()
+
+    run_ranks(2, worker)
