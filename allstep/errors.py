@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 
 __all__ = [
     "AllstepError",
@@ -123,7 +123,10 @@ def check_type(name: str, value: object, kind: type, cure: str) -> None:
     allstep.errors.UsageError: `name` (=3) must be a str: that of an axis.
     """
     if not isinstance(value, kind):
-        raise UsageError(f"`{name}` (={value!r}) must be a {kind.__name__}: {cure}.")
+        is_plain = value is None or isinstance(value, str | Number | tuple | list)
+        shown = f"={value!r}" if is_plain else f"a {type(value).__name__}"
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise UsageError(f"`{name}` ({shown}) must be {article} {kind.__name__}: {cure}.")
 
 
 def named_part(name: str) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from allstep.comm import Communicator, arrays_of, fsdp_modules
 from allstep.comm.ddp import WITHOUT_DDP, find_ddp
 from allstep.device import is_accelerator
-from allstep.errors import UsageError, check_integer, named_part
+from allstep.errors import UsageError, check_integer, check_type, named_part
 from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
@@ -73,30 +73,19 @@ def attach(
         >>> model(torch.ones(3, 2)).mean().backward()  # p.grad is exchanged when it returns
         >>> exchange.detach()
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"`model` is a {type(model).__name__}; pass the nn.Module whose gradients shall be"
-            " exchanged, not its optimizer."
-        )
+    check_type("model", model, nn.Module, "that whose gradients shall be exchanged")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     check_module(model)
-    if not isinstance(comm, Communicator):
-        raise UsageError(
-            f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
-        )
+    check_type("comm", comm, Communicator, "that of `allstep.init()`, or of an axis of a mesh")
     _check_device(model, comm)
-    for name, value, kind in (
-        ("scaler", scaler, torch.amp.GradScaler),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise UsageError(
-                f"`{name}` is a {type(value).__name__}; pass the {kind.__name__} itself, or leave"
-                " it out."
-            )
+    if scaler is not None:
+        check_type("scaler", scaler, torch.amp.GradScaler, "the one that scales the losses")
+    if optimizer is not None:
+        check_type("optimizer", optimizer, torch.optim.Optimizer, "that of the model's parameters")
     if global_batch is not None:
         check_integer("global_batch", global_batch)
-    policy = policy or Synchronous()
+    policy = Synchronous() if policy is None else policy
+    check_type("policy", policy, ExchangePolicy, '`allstep.Synchronous(compression="bf16")`, say')
     if comm.size > 1:
         check_same_policy(comm, _in_words(policy, scaler, optimizer, comm.device))
     if isinstance(policy, LocalSGD) and optimizer is None:

@@ -20,7 +20,7 @@ from allstep.comm import Communicator, Work, fsdp_modules, init
 from allstep.comm.ddp import find_ddp, is_in_backward, is_joining
 from allstep.comm.work import JoinedWork
 from allstep.device import lend_to_current_stream, new_future
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_type
 from allstep.exchange.agreement import check_same_policy
 from allstep.exchange.fully_sharded_checks import check_replicas
 from allstep.exchange.in_flight import InFlight
@@ -68,11 +68,8 @@ def ddp_hook(
         ...     return model
     """
     checked = _checked(policy)
-    if comm is not None and not isinstance(comm, Communicator):
-        raise UsageError(
-            f"`comm` (={comm!r}) is a {type(comm).__name__}; pass the Communicator of"
-            " `allstep.init()`, or leave it out."
-        )
+    if comm is not None:
+        check_type("comm", comm, Communicator, "that of `allstep.init()`; or leave it out")
     return DDPCommHook(checked, comm)
 
 
@@ -108,16 +105,9 @@ def fsdp_hook(
         ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
     """
     checked = _checked(policy)
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"`model` (={model!r}) is a {type(model).__name__}; pass the nn.Module that"
-            " `fully_shard` was called on."
-        )
-    if not isinstance(comm, Communicator):
-        raise UsageError(
-            f"`comm` (={comm!r}) is a {type(comm).__name__}; pass the Communicator of"
-            ' `allstep.init(process_group=mesh["replicate"])`.'
-        )
+    check_type("model", model, nn.Module, "that which `fully_shard` was called on")
+    cure = 'that of `allstep.init(process_group=mesh["replicate"])`'
+    check_type("comm", comm, Communicator, cure)
     units = fsdp_modules(model)
     if not units:
         raise UsageError(
@@ -461,15 +451,10 @@ class FSDPCommHook(_CommHook):
             p.grad = None
 
 
-def _checked(policy: object) -> ExchangePolicy:
+def _checked(policy: ExchangePolicy | None) -> ExchangePolicy:
     """A policy that a hook can follow."""
-    if policy is None:
-        return Synchronous()
-    if not isinstance(policy, ExchangePolicy):
-        raise UsageError(
-            f"`policy` (={policy!r}) is a {type(policy).__name__}; pass a policy, such as"
-            ' `allstep.Synchronous(compression="int8")`.'
-        )
+    policy = Synchronous() if policy is None else policy
+    check_type("policy", policy, ExchangePolicy, '`allstep.Synchronous(compression="int8")`, say')
     if isinstance(policy, LocalSGD):
         raise UsageError(
             f"`policy` (={policy}) averages parameters, but a hook exchanges gradients: pass"

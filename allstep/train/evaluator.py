@@ -17,7 +17,7 @@ from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.same_data import check_same_arguments, check_same_samples
 from allstep.data.shares import Shares
 from allstep.device import has_streams
-from allstep.errors import DisagreementError, UsageError, check_integer
+from allstep.errors import DisagreementError, UsageError, check_integer, check_type
 from allstep.exchange.exchange import exchanges_of
 from allstep.exchange.state_sweep import tensor_checksums
 from allstep.nn import Pipeline, num_calls_of, serve_others, serving
@@ -87,10 +87,7 @@ class Evaluator:
                 f"`metrics` (={metrics!r}) must be a function: (model, micro-batch) -> sums and"
                 " counts by name."
             )
-        if not isinstance(comm, Communicator):
-            raise UsageError(
-                f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
-            )
+        check_type("comm", comm, Communicator, "that of `allstep.init()`")
         if not isinstance(shares, Shares | None):
             raise UsageError(f"`shares` (={shares!r}): give `loader.shares`, or None.")
         self.totals: dict[str, tuple[float, float]] = {}

@@ -400,11 +400,15 @@ def test_refuses_elements_that_share_memory(kind: str, size: int) -> None:
 def test_refuses_what_is_no_model() -> None:
     comm = Communicator.single_process()
     optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=r"`model` is a SGD; pass the nn\.Module .* optimizer"):
+    with pytest.raises(
+        UsageError, match=r"`model` \(a SGD\) must be a Module: that whose gradients"
+    ):
         attach(optimizer, comm)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"`comm` is a str; pass .*`allstep\.init\(\)`"):
+    with pytest.raises(
+        UsageError, match=r"`comm` \(=.*\) must be a Communicator: that of `allstep\.init\(\)`"
+    ):
         attach(mlp(), "gloo")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"`model` is a Communicator"):
+    with pytest.raises(UsageError, match=r"`model` \(a Communicator\) must be a Module"):
         attach(comm, mlp())  # type: ignore[arg-type]
 
 

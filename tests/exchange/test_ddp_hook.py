@@ -495,16 +495,20 @@ def test_workers_that_join_the_others_in_their_sums(batches: list[int]) -> None:
 
 def test_arguments_of_a_wrong_type_are_named() -> None:
     comm = Communicator.single_process()
-    pass_policy = r"`policy` \(='int8'\) is a str; .*`allstep\.Synchronous\(compression="
+    pass_policy = (
+        r"`policy` \(='int8'\) must be an ExchangePolicy: `allstep\.Synchronous\(compression="
+    )
     with pytest.raises(UsageError, match=pass_policy):
         ddp_hook("int8")
     with pytest.raises(UsageError, match=pass_policy):
         fsdp_hook(mlp(), comm, "int8")
-    with pytest.raises(UsageError, match=r"`comm` \(=3\) is a int; .*or leave it out"):
+    with pytest.raises(
+        UsageError, match=r"`comm` \(=3\) must be a Communicator: .*or leave it out"
+    ):
         ddp_hook(None, 3)
-    with pytest.raises(UsageError, match=r"`comm` \(=None\) is a NoneType; .*replicate"):
+    with pytest.raises(UsageError, match=r"`comm` \(=None\) must be a Communicator: .*replicate"):
         fsdp_hook(mlp(), None)
-    with pytest.raises(UsageError, match=r"`model` \(=None\) is a NoneType; .*fully_shard"):
+    with pytest.raises(UsageError, match=r"`model` \(=None\) must be a Module: .*fully_shard"):
         fsdp_hook(None, comm)
 
 

@@ -153,9 +153,9 @@ def test_a_second_optimizer_is_refused(size: int) -> None:
     run_ranks(size, worker)
 
 
-@pytest.mark.parametrize("name", ["scaler", "optimizer"])
+@pytest.mark.parametrize("name", ["scaler", "optimizer", "policy"])
 def test_arguments_of_another_kind_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=f"`{name}` is a int; pass the "):
+    with pytest.raises(UsageError, match=rf"`{name}` \(=3\) must be an? "):
         attach(mlp(), Communicator.single_process(), **{name: 3})
 
 

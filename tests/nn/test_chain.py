@@ -415,7 +415,7 @@ def test_chain_of_what_is_no_mesh_no_rank_and_no_module():
     def part(rank=0, make=nn.Identity):
         return ChainPart("a", make, rank, ("x",), ("y",))
 
-    with pytest.raises(UsageError, match=r"`mesh` \(=.*\) must be a Mesh: `comm.mesh\("):
+    with pytest.raises(UsageError, match=r"`mesh` \(a Communicator\) must be a Mesh: `comm.mesh\("):
         Chain([part()], comm, inputs=("x",), outputs=("y",))
     with pytest.raises(UsageError, match="Part `a` is on rank None; choose one of 0 to 0"):
         chain_on(comm, [part(rank=None)])

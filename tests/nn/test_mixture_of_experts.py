@@ -807,7 +807,7 @@ def test_experts_along_an_axis_of_their_own() -> None:
 
     def attach(comm: Communicator) -> None:
         mesh = comm.mesh(data=2, expert=2)
-        with pytest.raises(UsageError, match=r"`comm` \(=Mesh\(.*\)\) must be a Communicator"):
+        with pytest.raises(UsageError, match=r"`comm` \(a Mesh\) must be a Communicator"):
             make_layer(mesh)
         layer = make_layer(mesh["expert"])
         for workers in (comm, mesh["data"]):

@@ -367,7 +367,7 @@ def test_grid_of_a_wrong_size():
         Grid(comm, (2, 2))
     with pytest.raises(UsageError, match=r"`shape` \(=1\) must be rows and columns, such as"):
         Grid(comm, 1)
-    with pytest.raises(UsageError, match=r"`comm` \(=Mesh\(.*\)\) must be a Communicator: that"):
+    with pytest.raises(UsageError, match=r"`comm` \(a Mesh\) must be a Communicator: that"):
         Grid(comm.mesh(data=1, model=1))
     with pytest.raises(UsageError, match=r"`target` has shape \(3,\), `source` \(4,\)"):
         grid = Grid(comm, (1,))
