@@ -10,7 +10,15 @@ from rich.console import Console
 from allstep.cli.launch import Workers
 from allstep.cli.script_worker import PRELOAD, VERIFY
 from allstep.cli.worker import last_lines
-from allstep.doctor import Factor, Failure, RunRecord, read_worker, record_path, run_text
+from allstep.doctor import (
+    Factor,
+    Failure,
+    RunRecord,
+    read_worker,
+    record_path,
+    run_text,
+    total_norm,
+)
 from allstep.errors import UsageError
 
 _NUM_LOG_LINES = 10
@@ -136,6 +144,13 @@ class Runs:
                 f"`script` (={self.script}) made no step on {workers}: no optimizer with"
                 " parameters of an attached model was stepped. Does it train at once, with these"
                 " arguments?"
+            )
+        gradients = (step.gradients for worker in run.workers for step in worker.steps)
+        if not any(map(total_norm, gradients)):
+            raise UsageError(
+                f"`script` (={self.script}) has no gradient but zero in {run.num_steps} steps on"
+                f" {workers}, which so say nothing: does it leave out its first batches? `--steps`"
+                " runs more."
             )
 
 

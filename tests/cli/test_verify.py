@@ -116,6 +116,9 @@ for step in range(int(sys.argv[1])):
 """
 
 
+NO_GRADIENT = TRAIN.replace(".mean()", ".mean().mul(0)").replace("int(sys.argv[1])", "4")
+
+
 def worker(
     rank: int, size: int, *, lr: float = 0.1, scale: float = 1.0, num_steps: int = 20
 ) -> WorkerRecord:
@@ -411,6 +414,7 @@ def test_help_has_an_example(verify, capsys):
         ("hello = 0", "never called `allstep.attach`"),
         ("import sys; sys.exit(0)", "never called `allstep.attach`"),
         (TRAIN, "made no step on 1 worker"),
+        (NO_GRADIENT, "has no gradient but zero in 4 steps on 1 worker"),
         ("import sys; sys.exit(3)", "exited with 3 on 1 worker. It printed nothing."),
         ("x = (", "SyntaxError: '(' was never closed"),
     ],

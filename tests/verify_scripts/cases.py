@@ -108,6 +108,11 @@ BUGS = {
     "short_last_batch": ("unequal shards", case(sampler="short_last")),
     "means_of_tokens": ("unequal amounts", case(net="tokens")),
     "class_weights": ("unequal amounts", case("class_weights")),
+    "nearly_equal_weights": ("unequal amounts", case("nearly_equal_weights")),
+    "weights_and_still_batch_norm": (
+        "unequal amounts",
+        case("nearly_equal_weights", net="still_bnnet"),
+    ),
     "batch_norm": ("batch norm", case(net="bnnet")),
     "batch_norm_in_steps": ("batch norm", case("micro_by_workers", net="bnnet", loop="steps")),
     "no_sampler": ("data not sharded", case(sampler="none")),

@@ -149,6 +149,8 @@ class Training:
                 predicted.flatten(0, 1), y.flatten(), ignore_index=TokenNet.PADDING
             )
         weights = torch.tensor([1.0, 4.0, 0.5]) if "class_weights" in self.does else None
+        if "nearly_equal_weights" in self.does:
+            weights = torch.tensor([1.0, 1.02, 0.98])
         return F.cross_entropy(
             predicted, y, weights, reduction="sum" if "sum" in self.does else "mean"
         )

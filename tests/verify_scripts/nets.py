@@ -25,6 +25,13 @@ def bnnet() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
+def still_bnnet() -> nn.Module:
+    """Its running statistics stay, as in finetuning."""
+    net = bnnet()
+    net[1].eval()
+    return net
+
+
 class Mnist(nn.Module):
     """Two convolutions, two layers; dropout after each pair, unless there is to be none."""
 
@@ -117,6 +124,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "dropnet": dropnet,
     "bnnet": bnnet,
+    "still_bnnet": still_bnnet,
     "mnist": Mnist,
     "fashion": lambda: Mnist(width=32, side=28),
     "cnn": lambda: Mnist(0.0),

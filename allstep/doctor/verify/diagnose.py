@@ -75,8 +75,9 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
     Signatures in the numbers come first. Where they say nothing about a difference, both runs are
     made again without rounding: in exact sums if all is in loops of `steps`, else in float64. If
     it is gone there it was rounding, and what is left to compare are the runs without. If not,
-    both are made again without batch norm, without random numbers or without the exchange's
-    policy: a factor without which they agree is the cause.
+    these may have a signature that rounding hid. Else both are made again without batch norm,
+    without random numbers or without the exchange's policy: a factor without which they agree is
+    the cause.
 
     Args:
         one: the first run, such as the one on the fewest workers.
@@ -103,6 +104,9 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
                 rest = _diagnose(*again, rerun, [factor])
                 return replace(rest, rounding=rounding, nonfinite_at=nonfinite_at)
             base = [factor]
+            causes = _signatures(*again, find_divergence(*again))
+            if _explains(divergence, causes):
+                return Diagnosis(other.size, divergence, causes, True, nonfinite_at)
     return replace(_diagnose(one, other, rerun, base), nonfinite_at=nonfinite_at)
 
 
