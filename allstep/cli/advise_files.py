@@ -1,6 +1,7 @@
 """Advice as JSON and as a picture."""
 
 import json
+import math
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -92,9 +93,14 @@ def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
         "measured_s": advice.measured_s.get((prediction.policy.name, prediction.num_workers)),
         "relative_samples_to_target": samples,
         "relative_time_to_target": time,
-        "training_hours": None if bill is None else bill.hours,
-        "training_cost": None if bill is None else bill.total,
+        "training_hours": None if bill is None else _finite(bill.hours),
+        "training_cost": None if bill is None else _finite(bill.total),
     }
+
+
+def _finite(value: float) -> float | None:
+    """None for a training that never ends, as interruptions are more frequent than checkpoints."""
+    return value if math.isfinite(value) else None
 
 
 def _write_plot(path: Path, advice: Advice) -> None:

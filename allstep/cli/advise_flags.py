@@ -14,6 +14,7 @@ from allstep.plan import Cluster, Link, Price, preset_names, read_cluster
 _TCP_SHARE = 0.94
 _USUAL_WORKERS = 32
 _MOST_STRAGGLERS = 100  # per cent
+_MOST_WORKERS = 1 << 20  # of which each phase of a ring is gone through
 MACHINE_FLAGS = (
     "link",
     "cluster",
@@ -289,6 +290,8 @@ def read_machines(
         cluster = _named_cluster(known)
         found = asked or _usual_counts(cluster.workers_per_node, cluster.num_nodes)
     for count in found:
+        if count > _MOST_WORKERS:
+            raise UsageError(f"`workers` (={count:,}) must be at most {_MOST_WORKERS:,}.")
         cluster.of(count, argument="workers")
     return cluster, list(found)
 

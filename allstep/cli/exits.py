@@ -1,6 +1,7 @@
 """What a launcher keeps in the run's folder: where the store is, and how its workers ended."""
 
 import contextlib
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,18 @@ from allstep.files import read_json, write_json
 from allstep.train import launcher_has_ended
 
 _CONNECT_S = 5.0
+
+
+def signal_name(number: int) -> str:
+    """As users know it; some that are of their own have no name.
+
+    >>> signal_name(9), signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass(frozen=True)

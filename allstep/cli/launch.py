@@ -34,6 +34,7 @@ from allstep.cli.exits import (
     StoreRecord,
     forget_exits,
     keeping_store,
+    signal_name,
     write_exits,
 )
 from allstep.cli.interruptible import SIGNALS, signals_handled
@@ -422,7 +423,7 @@ class Watch:
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         if rank in self.killed:
             hint = f", for it had not ended {_GRACE_S:g} s after the others: was it stopped?"
-        return f"worker {rank} was killed by {signal.Signals(number).name}{hint}"
+        return f"worker {rank} was killed by {signal_name(number)}{hint}"
 
     def write_exits(self, run_dir: Path) -> None:
         """Leaves how the workers ended, for `allstep why`."""
@@ -437,7 +438,7 @@ def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
         code = workers.exit_codes[rank] or 0
         if code > 128:  # it was asked to end, and the others with it
             continue
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
         pid = workers.pids[rank]
         print(f"worker {rank} (process {pid}) {how}; the others go on", file=sys.stderr, flush=True)
 

@@ -9,6 +9,7 @@ from allstep.errors import UsageError
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z/]*)")
 _LARGEST_COUNT = 2**63 - 1
+_ROUNDING = 1e-12  # of 2.3M, whose product is no whole number
 _BIT_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
@@ -28,6 +29,8 @@ def parse_count(argument: str, text: str) -> int:
         raise UsageError(f"`{argument}` (={text}) is too large: at most {_LARGEST_COUNT:.3g}.")
     if round(count) < 1:
         raise UsageError(f"`{argument}` (={text}) must be at least 1.")
+    if abs(count - round(count)) > _ROUNDING * count:
+        raise UsageError(f"`{argument}` (={text}) must be a whole number.")
     return round(count)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from allstep.cli import run_folder
-from allstep.cli.exits import Exits, read_exits
+from allstep.cli.exits import Exits, read_exits, signal_name
 from allstep.cli.rows import make_console
 from allstep.cli.symptoms import Symptom, symptoms_of
 from allstep.comm import (
@@ -190,9 +190,8 @@ def _death(states: Sequence[WorkerState], exits: Exits) -> Finding | None:
             " for it.",
             "It was stopped (SIGSTOP, a debugger), or hung in native code or in a file system.",
         )
-    number = signal.Signals(-code)
-    words = f"{name} was killed by {number.name}{seen}{_memory(state)}."
-    return Finding("killed", own_rank, words, _KILLED if number == signal.SIGKILL else "")
+    words = f"{name} was killed by {signal_name(-code)}{seen}{_memory(state)}."
+    return Finding("killed", own_rank, words, _KILLED if -code == signal.SIGKILL else "")
 
 
 _KILLED = (
@@ -299,7 +298,7 @@ def _exit(exits: Exits, rank: int | None) -> str:
     code = exits.codes[rank]
     if code is None or code >= 0:
         return f"exit code {code}"
-    return f"{signal.Signals(-code).name}{' by its launcher' if rank in exits.killed else ''}"
+    return f"{signal_name(-code)}{' by its launcher' if rank in exits.killed else ''}"
 
 
 def _named(state: WorkerState) -> str:

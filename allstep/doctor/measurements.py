@@ -63,7 +63,10 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
         UsageError: if the file can't be read, or holds something else.
     """
     try:
-        return measurements_of(read_json(path))
+        table = read_json(path)
+        if not isinstance(table, Mapping) or not isinstance(table.get("cluster"), Mapping):
+            raise UsageError("it is no file of `allstep.doctor.measure`.")
+        return measurements_of(table)
     except OSError as error:
         raise UsageError(f"`{argument}` (={path}) can't be read: {error}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # UsageError is a ValueError

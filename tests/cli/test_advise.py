@@ -276,9 +276,10 @@ def test_measurements_are_a_cluster(say, refuse, tmp_path):
     measure(Communicator.single_process(), ()).write(tmp_path / "here.json")
     text = say("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
     assert "measured here: " in text
-    (tmp_path / "here.json").write_text("{}")
-    message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
-    assert "`cluster` (=here.json) holds no measurements" in message
+    for other in ("{}", "[]", '{"cluster": 3}'):
+        (tmp_path / "here.json").write_text(other)
+        message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
+        assert "`cluster` (=here.json) holds no measurements: it is no file of" in message
     assert "`cluster` (=no.json) can't be read" in refuse(*BARE[:4], "--cluster", "no.json")
 
 
@@ -333,7 +334,10 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
         ([*BARE[:7], "1,two"], "`workers` (=1,two) must be numbers between commas"),
         ([*BARE[:7], "0"], "`workers` (=0) must be at least 1."),
         ([*BARE[:7], "1,1e400"], "`workers` (=1e400) is too large: at most 9.22e+18."),
-        ([*BARE[:7], "1,1e12", "--stragglers", "5"], "at most 1,048,576 `workers` (=1,000,000,"),
+        (
+            [*BARE[:7], "1,1e12", "--stragglers", "5"],
+            "`workers` (=1,000,000,000,000) must be at most 1,048,576.",
+        ),
         ([*BARE, "--latency-us", "-1"], "`latency_us` (=-1.0) must be 0 or more"),
         ([*BARE, "--latency-us", "inf"], "`latency_us` (=inf) must be 0 or more, and finite"),
         ([*BARE, "--per-node", "0"], "`per_node` (=0) must be at least 1."),
@@ -494,9 +498,21 @@ def test_a_noise_scale_makes_large_batches_dearer(say):
     assert ratio == pytest.approx((1 + 256 / 1000) / (1 + 32 / 1000), rel=2e-3)
 
 
+def test_a_training_that_never_ends_has_no_hours_in_json(say, tmp_path):
+    """Its machines are interrupted more often than they write a checkpoint."""
+    rare = ("--interruptions-per-day", "12", "--checkpoint-every-s", "86400")
+    length = ("--total-samples", "1B", "--workers", "1,512", "--price-per-hour", "1")
+    job = ("--params", "1B", "--step-ms", "500", "--cluster", "ethernet-10g")
+    say(*job, *length, *rare, "--json", "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())["predictions"]
+    hours = {p["workers"]: p["training_hours"] for p in found}
+    assert hours[1] > 0 and hours[512] is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--workers", "100000000000"), "`workers` (=100,000,000,000) must be at most 1,048,576."),
         (("--price-per-hour", "3"), "`price_per_hour` (=3) says what a training costs"),
         (("--restart-s", "3"), "`restart_s` (=3) counts in what the training costs"),
         (("--price-per-hour", "-1"), "`price_per_hour` (=-1"),

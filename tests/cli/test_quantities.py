@@ -20,5 +20,12 @@ def test_a_count_is_at_least_one() -> None:
         parse_counts("workers", "1,0")
 
 
+@pytest.mark.parametrize("text", ["2.5", "1,1.5", "1.0001k"])
+def test_a_count_is_whole(text: str) -> None:
+    with pytest.raises(UsageError, match=r"`workers` \(=.*\) must be a whole number"):
+        parse_counts("workers", text)
+
+
 def test_counts_are_sorted_and_may_have_units() -> None:
     assert parse_counts("workers", "1k, 2,2,1") == [1, 2, 1000]
+    assert parse_counts("params", "2.3M,1.001k") == [1001, 2_300_000]

@@ -280,6 +280,8 @@ def test_the_launcher_knows_who_was_killed_and_whom_it_killed_itself():
     assert found(*states, exits=exits) == ("killed", 1)
     assert found(*states, exits=dataclasses.replace(exits, killed=[1])) == ("stopped", 1)
     assert found(states[0], exits=exits) == ("killed", 1)  # it left nothing
+    own = find_cause(states, dataclasses.replace(exits, codes=[75, -40]))
+    assert "was killed by signal 40" in own.words  # that has no name
 
 
 def test_workers_that_went_on_without_others_have_other_ranks_than_their_launcher_knows():

@@ -446,7 +446,7 @@ def test_stages_that_are_no_pipeline() -> None:
     assert refusal(stages=[lambda: None]).startswith(
         "`stages`: what makes stage 0 returned None; return a module"
     )
-    assert refusal(mesh=Communicator.single_process()).startswith("`mesh` (=")
+    assert refusal(mesh=Communicator.single_process()).startswith("`mesh` (a Communicator)")
     assert refusal(stages=[lambda: nn.Sequential(nn.BatchNorm1d(2))]).startswith(
         "`stages.0.0` is a BatchNorm1d with running statistics"
     )

@@ -1,7 +1,6 @@
 """The noise scale of a run: right, the same on any number of workers, and harmless."""
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +190,12 @@ def test_noise_scale_does_not_depend_on_the_gradient_scaler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even while its scale grows, with which steps would weigh more and more."""
-    monkeypatch.setattr(
-        torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=1)
-    )
+
+    class Growing(torch.amp.GradScaler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, init_scale=8.0, growth_interval=1, **options)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", Growing)
     found = []
     for precision in ("float32", "float16"):
         report, _ = fit(
