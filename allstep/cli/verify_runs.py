@@ -1,6 +1,7 @@
 """Starts a script on some number of workers, and collects their records or says what failed."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,8 +92,7 @@ class Runs:
         self, start: Start, num_steps: int, without: Sequence[Factor], whole: RunRecord | None
     ) -> RunRecord:
         size = start.size
-        folder = self.folder / str(len(self._made))
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=self.folder))  # a run that failed has left its own
         asked = {
             "script": str(self.script),
             "arguments": list(start.arguments),
@@ -119,7 +119,7 @@ class Runs:
                 f" (rank {missing}).{_last_lines(folder, missing)}"
             )
         run = RunRecord([records[rank] for rank in range(size)], start.axes)
-        self._check_trained(run, str(start))
+        self._check_trained(run, str(start), has_all=not without)
         return run
 
     def _explain(self, failed: Mapping[int, Failure], workers: str, folder: Path) -> str:
@@ -132,7 +132,7 @@ class Runs:
         last = _last_lines(folder, rank) if failed[rank].kind == "exit" else ""
         return failed[rank].words(self.timeout_s, where) + last
 
-    def _check_trained(self, run: RunRecord, workers: str) -> None:
+    def _check_trained(self, run: RunRecord, workers: str, *, has_all: bool) -> None:
         if not any(worker.num_attached for worker in run.workers):
             raise UsageError(
                 f"`script` (={self.script}) never called `allstep.attach` on {workers}, so that"
@@ -146,7 +146,7 @@ class Runs:
                 " arguments?"
             )
         gradients = (step.gradients for worker in run.workers for step in worker.steps)
-        if not any(map(total_norm, gradients)):
+        if has_all and not any(map(total_norm, gradients)):
             raise UsageError(
                 f"`script` (={self.script}) has no gradient but zero in {run.num_steps} steps on"
                 f" {workers}, which so say nothing: does it leave out its first batches? `--steps`"

@@ -437,6 +437,28 @@ def fail(kind: str, text: str, *, is_own: bool = True) -> Failure:
     return Failure(kind, text, is_own, time.time())
 
 
+def test_a_script_that_fails_without_a_factor_is_run_without_another(verify, launched, capsys):
+    folders = []
+
+    def do(folder: Path, size: int) -> int:
+        folders.append(folder)
+        for rank in range(size):
+            record = replace(worker(rank, size), num_batch_norms=1)
+            other = {"weight": Sketch(1.3, [(-1.0) ** i for i in range(NUM_PRODUCTS)])}
+            if size > 1:
+                gradients = {"gradients": other, "local_gradients": other}
+                record.steps = [replace(step, **gradients) for step in record.steps]
+            if len(folders) > 2:
+                record = WorkerRecord(rank=rank, failure=fail("error", "no"))
+            write_worker(record_path(folder, rank), record)
+        return 0
+
+    launched(do)
+    assert verify(write_script("")) == 1
+    assert "not the same model" in capsys.readouterr().out
+    assert len(set(folders)) == len(folders) > 3
+
+
 def test_of_several_workers_the_first_cause_is_shown(refuse, launched):
     def do(folder: Path, size: int) -> int:
         for rank, failure in enumerate([fail("error", "lost", is_own=False), fail("error", "!")]):
