@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,11 +27,6 @@ def is_in_ddp(model: nn.Module) -> bool:
 def is_joining(ddp: DistributedDataParallel) -> bool:
     """Whether it is in `ddp.join()`, where workers may have different numbers of batches."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs; a worker that has joined the others calls hooks outside of it."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def find_ddp(parameters: Iterable[Tensor], hook: object = None) -> DistributedDataParallel | None:

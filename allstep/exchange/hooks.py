@@ -15,6 +15,11 @@ from allstep.errors import UsageError
 T = TypeVar("T")
 
 
+def is_in_backward() -> bool:
+    """Whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Removable(Protocol):
     """What registering a hook returns."""
 

@@ -23,6 +23,7 @@ from allstep.comm.ddp import WITHOUT_DDP, is_ddp
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.exchange import Exchange
+from allstep.exchange.hooks import is_in_backward
 
 _OF_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 Step = tuple[tuple[Any, ...], dict[str, Any]]
@@ -197,7 +198,7 @@ def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> N
 
 def _refuse_early(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     """Before the gradient is the mean over the workers."""
-    if torch._C._current_graph_task_id() != -1:
+    if is_in_backward():
         raise UsageError(
             f"`{_kind(optimizer)}.step()` was called in a backward pass (by a hook on a parameter,"
             " or torch's optimizer-in-backward), before the gradient is the mean over the workers."

@@ -17,12 +17,13 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, fsdp_modules, init
-from allstep.comm.ddp import find_ddp, is_in_backward, is_joining
+from allstep.comm.ddp import find_ddp, is_joining
 from allstep.comm.work import JoinedWork
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError, check_type
 from allstep.exchange.agreement import check_same_policy
 from allstep.exchange.fully_sharded_checks import check_replicas
+from allstep.exchange.hooks import is_in_backward
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import sparse_gradient_message
