@@ -17,6 +17,7 @@ from allstep.comm.divided import divided_prefixes as divided_prefixes
 from allstep.comm.divided import fsdp_modules as fsdp_modules
 from allstep.comm.divided import local_parameters as local_parameters
 from allstep.comm.divided import parts_along_axes as parts_along_axes
+from allstep.comm.divided import prefixes_of as prefixes_of
 from allstep.comm.divided import shards_of as shards_of
 from allstep.comm.divided import stages_of as stages_of
 from allstep.comm.divided import workers_of_parts as workers_of_parts

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +104,7 @@ class DividedModules(nn.ModuleDict):
 
 def divided_modules(model: nn.Module) -> dict[str, DividedModules]:
     """name -> modules of the model that are divided over several workers."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, DividedModules) and module.comm.size > 1
-    }
+    return _of_several_workers(model, DividedModules)
 
 
 def divided_prefixes(model: nn.Module) -> tuple[str, ...]:
@@ -117,7 +113,16 @@ def divided_prefixes(model: nn.Module) -> tuple[str, ...]:
     >>> divided_prefixes(nn.Linear(2, 1))
     ()
     """
-    return tuple(f"{name}." if name else "" for name in divided_modules(model))
+    return prefixes_of(divided_modules(model))
+
+
+def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:
+    """What the names of modules' own parts begin with, for `str.startswith`.
+
+    >>> prefixes_of(["layers.0", ""])
+    ('layers.0.', '')
+    """
+    return tuple(f"{name}." if name else "" for name in names)
 
 
 class AlongAxis:
@@ -209,11 +214,7 @@ class PartOfArray(nn.Module):
 
 def arrays_of(model: nn.Module) -> dict[str, PartOfArray]:
     """name -> module, of those whose parameters are parts of several workers' arrays."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, PartOfArray) and module.comm.size > 1
-    }
+    return _of_several_workers(model, PartOfArray)
 
 
 def workers_of_parts(model: nn.Module) -> dict[str, Communicator]:
@@ -227,11 +228,15 @@ def workers_of_parts(model: nn.Module) -> dict[str, Communicator]:
 
 def stages_of(model: nn.Module) -> dict[str, StageModules]:
     """name -> modules of the model that lie along an axis of several workers."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, StageModules) and module.comm.size > 1
-    }
+    return _of_several_workers(model, StageModules)
+
+
+_Parts = TypeVar("_Parts", DividedModules, StageModules, PartOfArray)
+
+
+def _of_several_workers(model: nn.Module, kind: type[_Parts]) -> dict[str, _Parts]:
+    modules = model.named_modules()
+    return {name: m for name, m in modules if isinstance(m, kind) and m.comm.size > 1}
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:

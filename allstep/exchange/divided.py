@@ -12,6 +12,7 @@ from allstep.comm import (
     DividedModules,
     arrays_of,
     divided_modules,
+    prefixes_of,
     shards_of,
     stages_of,
 )
@@ -62,7 +63,7 @@ class DividedParameters:
         """Whether parameters of these names are of such modules, on any number of workers."""
         modules = self._model.named_modules()
         found = (name for name, module in modules if isinstance(module, DividedModules))
-        prefixes = tuple(f"{name}." if name else "" for name in found)
+        prefixes = prefixes_of(found)
         return all(name.startswith(prefixes) for name in names)
 
     def detach(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from allstep.comm import Communicator, StageModules, divided_prefixes, fsdp_modules
+from allstep.comm import Communicator, StageModules, divided_prefixes, fsdp_modules, prefixes_of
 from allstep.errors import UsageError
 from allstep.exchange.agreement import agree
 from allstep.exchange.parameters import left_out_of_shards
@@ -83,7 +83,7 @@ def check_replicas(model: nn.Module, comm: Communicator) -> None:
         UsageError: names a parameter that is trained and not sharded, and the cure.
         DisagreementError: names a parameter of which they hold different ones, and the cure.
     """
-    prefixes = tuple(f"{name}." if name else "" for name in fsdp_modules(model))
+    prefixes = prefixes_of(fsdp_modules(model))
     whole = [
         name
         for name, p in model.named_parameters()
