@@ -1,7 +1,7 @@
 """What is done with all gradients of a model at once, also where workers have parts of it."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from allstep.comm import Communicator, Shard, shards_of, stages_of, workers_of_parts
+from allstep.comm import (
+    Communicator,
+    Shard,
+    prefixes_of,
+    shards_of,
+    stages_of,
+    workers_of_parts,
+)
 from allstep.comm.reproducible import carried, digits_of, digits_of_squares, sum_of_digits
 from allstep.errors import UsageError
 from allstep.exchange.divided import DividedParameters
@@ -52,8 +59,7 @@ class PartGradients:
         self._along_cuts = list(dict.fromkeys(self.cut.values()))
         stages = stages_of(model)
         self._along_stages = list({modules.comm: None for modules in stages.values()})
-        self._in_stages = tuple(f"{name}." if name else "" for name in stages)
-        self._has_others = not all(self._is_in_stages(n) for n, _ in model.named_parameters())
+        self._model, self._in_stages = model, prefixes_of(stages)
         self._versions: list[float] | None = None  # of the global gradients
         self._has_told = False
 
@@ -69,14 +75,14 @@ class PartGradients:
         kinds = [x for x in (exchanged, self._parameters.fully_sharded) if x] or [exchanged]
         if len(kinds) == 1 and not (self.workers or self._is_exact):
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
-        in_stages = [{n: p for n, p in some.items() if self._is_in_stages(n)} for some in kinds]
-        total = torch.stack([self._square_of_whole(some) for some in in_stages]).sum(0)
+        beside = self._beside_stages()
+        total = torch.stack([self._square_of_whole(some, beside) for some in kinds]).sum(0)
         if self._divided.has_modules:
             square, copies = self._square_of_whole(own), self._divided.copies
             if copies is not None and copies.rank > 0:
                 square.zero_()  # the first copy's counts
             total = total + self._comm.all_reduce(square)
-        total = self._over_stages(total, [*chain(*(some.items() for some in kinds))])
+        total = self._over_stages(total, beside, {n: p for some in kinds for n, p in some.items()})
         if self._is_exact:
             total = sum_of_digits(carried(total))
         dtype = torch.float32
@@ -158,34 +164,42 @@ class PartGradients:
         numbers: list[float] = torch.cat(first).nan_to_num().tolist() if first else []
         return [*numbers, *(x._version for x in found)]
 
-    def _is_in_stages(self, name: str) -> bool:
-        """Or whether there are none."""
-        return not self._in_stages or name.startswith(self._in_stages)
+    def _beside_stages(self) -> set[str]:
+        """The names of parameters, frozen or not, that lie in none, where there are stages."""
+        names = [name for name, _ in self._model.named_parameters()] if self._along_stages else []
+        return {name for name in names if not name.startswith(self._in_stages)}
 
-    def _over_stages(self, total: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> Tensor:
+    def _over_stages(
+        self, total: Tensor, beside: Collection[str], parameters: Mapping[str, nn.Parameter]
+    ) -> Tensor:
         """Adds what others have in their stages, and what lies beside the stages. Collective.
 
         That counts once: workers that use it have the same gradient of it, others none or zeros.
         """
-        beside = {
+        if not beside:  # and no need for the host to wait
+            for comm in self._along_stages:
+                total = comm.all_reduce(total)
+            return total
+        squares = {
             name: self._square_of_whole({name: p}).cpu()
-            for name, p in parameters
-            if not self._is_in_stages(name)
+            for name, p in parameters.items()
+            if name in beside
         }
         for comm in self._along_stages:
-            if not self._has_others:  # and no need for the host to wait
-                total = comm.all_reduce(total)
-                continue
-            found = comm.all_gather_object((total.cpu(), beside))
+            found = comm.all_gather_object((total.cpu(), squares))
             total = torch.stack([of_stages for of_stages, _ in found]).sum(0)
-            beside = {}
-            for name, square in chain(*(squares.items() for _, squares in found)):
-                if name not in beside or not beside[name].any():
-                    beside[name] = square
-        return sum(beside.values(), total).to(self._comm.device)
+            squares = {}
+            for name, square in chain(*(of_rank.items() for _, of_rank in found)):
+                if name not in squares or not squares[name].any():
+                    squares[name] = square
+        return sum(squares.values(), total).to(self._comm.device)
 
-    def _square_of_whole(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    def _square_of_whole(
+        self, parameters: Mapping[str, nn.Parameter], left_out: Collection[str] = ()
+    ) -> Tensor:
         """Of parameters by name, with the parts that others have of them. Collective."""
+        if left_out:
+            parameters = {name: p for name, p in parameters.items() if name not in left_out}
         total = self._square(p for name, p in parameters.items() if name not in self.cut)
         for comm in self._along_cuts:
             parts = (p for name, p in parameters.items() if self.cut.get(name) is comm)
