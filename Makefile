@@ -58,7 +58,7 @@ nemesis: $(VENV)/test.stamp
 SEEDS ?= 100
 kill-anywhere: $(VENV)/test.stamp
 	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py \
-		tests/train/test_elastic_loop.py -k any_call
+		tests/train/test_elastic_loop.py tests/train/test_elastic_checkpoint.py -k any_call
 
 # Whole trainings of recipes as shipped, of the same bits on any number of workers; hours.
 NUM_WORKERS ?= 2 3 4 7

@@ -1,13 +1,20 @@
 """A user's own loop over `steps` that goes on without workers that are lost, and with others."""
 
 import json
+import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from allstep.comm import Communicator
+from allstep.comm.agreement import agree
 from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.data import GlobalBatch, MapLoader
@@ -19,6 +26,9 @@ from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
 from allstep.train.elastic import LOST, check_loop, parameters_of
 from allstep.train.loop_state import BeforeStep, LoopState, refuse_second_loop
+from allstep.train.run_lock import run_lock
+from allstep.train.saver import Saver
+from allstep.train.stop import Interrupts, PiggybackedStopAgreement
 from allstep.train.worker_changes import PLACES, WorkerChanges
 
 
@@ -34,12 +44,20 @@ class Elastic:
     Code in the loop over a batch may be run again, for other micro-batches; `batch.attempt` counts.
     Code outside of it must not talk to other workers: `batch.global_loss()` may be called.
 
+    With `run_dir` it also does what `AutoCheckpoint` does: started again, the training goes on from
+    its newest checkpoint, and SIGINT and SIGTERM end the loop after the current step, on all
+    workers after the same one, with a checkpoint. Whoever is rank 0 writes, and only it touches the
+    disk; if it is lost before it has written, the next rank 0 does.
+
     Args:
         loader: from `allstep.data.loader`, of a map-style data set.
         exchanges: from `allstep.attach`, with `Synchronous(compression="exact")`, as `steps` gets
             them.
         state: name -> what else the next step depends on, by its `state_dict` and
             `load_state_dict`: the optimizers, schedulers of rates, a GradScaler.
+        run_dir: the folder of the checkpoints; made if missing. With None nothing is kept, and
+            signals are the script's.
+        every_steps, every_s, keep, clock: as of `AutoCheckpoint`.
         membership: this worker's, of `loop_membership`; None to ask the launcher for it.
 
     Raises:
@@ -72,18 +90,42 @@ class Elastic:
         loader: GlobalBatchLoader,
         *exchanges: Exchange,
         state: Mapping[str, Stateful],
+        run_dir: Path | str | None = None,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        clock: Callable[[], float] = time.monotonic,
         membership: Membership | None = None,
     ) -> None:
         self._state = LoopState(loader, exchanges, state)
         check_loop(loader, exchanges)
+        if every_steps is not None:
+            check_integer("every_steps", every_steps)
         self._loader, self._exchanges, comm = loader, exchanges, exchanges[0].comm
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._every_steps = every_steps
+        self._interrupts = Interrupts()
+        self._stop = PiggybackedStopAgreement(self._interrupts)
+        self._saver = Saver(
+            self,
+            comm,
+            self._run_dir,
+            self._interrupts,
+            every_steps=every_steps,
+            every_s=every_s,
+            keep=keep,
+            clock=clock,
+            agreement=self._stop,
+        )
         self._changes: WorkerChanges | None = None
         launch = read_launch()
         if membership is None and (launch.launcher != "none" or comm.size > 1):
             membership = loop_membership(launch, comm.timeout_s)
         if membership is not None:
-            self._changes = WorkerChanges(comm, membership, self._state)
-        self._is_entered = self._is_in_epochs = False
+            self._changes = WorkerChanges(comm, membership, self._state, self._interrupts)
+        self._entered: ExitStack | None = None
+        self._has_lock = False  # of the folder, as rank 0
+        self._num_epochs: int | None = None  # in `epochs`
         self._is_in_batch = False
         self._is_behind_batch = False  # or behind all of an epoch
         self._is_in_steps = False
@@ -93,27 +135,55 @@ class Elastic:
         self._num_calls = 0  # in this step, or behind an epoch's last
         self._before: list[BeforeStep] = []
 
+    @property
+    def interrupted(self) -> int | None:
+        """Number of the signal by which the workers agreed to stop, or None."""
+        return self._saver.interrupted
+
     def __enter__(self) -> Self:
-        if self._is_entered:
+        if self._entered is not None:
             raise UsageError("An Elastic is entered once; make another one.")
-        self._is_entered = True
-        if self._changes is not None and self._changes.begin(self._training()):
-            self._was_over = False  # as who joins begins with a step
+        changes = self._changes
+        with ExitStack() as stack:
+            if changes is None or not changes.joins:
+                self._go_on_from_checkpoint(stack)
+            self._entered = stack
+            if changes is not None and changes.begin(self._training()):
+                self._was_over = False  # as who joins begins with a step
+            if self._run_dir is not None:
+                stack.enter_context(self._interrupts)
+            self._entered = stack.pop_all()
         return self
 
+    def _go_on_from_checkpoint(self, stack: ExitStack) -> None:
+        comm = self._state.comm
+        agree(comm, "keep checkpoints", list(self._kept().items()))
+        step = stack.enter_context(self._saver.hold(resume=None))
+        self._has_lock = comm.rank == 0
+        if step is not None and comm.rank == 0:
+            logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
+
+    def _kept(self) -> dict[str, object]:
+        """What workers must have alike of when checkpoints are written."""
+        return {"run_dir is None": self._run_dir is None, "every_steps": self._every_steps}
+
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        changes = self._changes
-        if changes is None:
-            return
-        if error_type is not None:
-            changes.leave()
-            return
-        changes.enter(self._loader.step, 1)
-        changes.between = self._state.position()
-        changes.end()
+        assert self._entered is not None
+        with self._entered:
+            changes = self._changes
+            if changes is None:
+                return
+            if error_type is not None:
+                changes.leave()
+                return
+            changes.enter(self._loader.step, 1)
+            changes.between = self._state.position()
+            changes.end(128 + self.interrupted if self.interrupted else 0)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The epochs that are still to come; for a worker that joins, from the others' present one.
+
+        None after a signal, where checkpoints are kept.
 
         Each belongs to one loop over `steps`. A worker that joins in the midst of one has run what
         comes before that loop, too.
@@ -128,9 +198,9 @@ class Elastic:
             UsageError: outside of `with`, or if `num_epochs` is not positive.
         """
         check_integer("num_epochs", num_epochs)
-        if not self._is_entered:
+        if self._entered is None:
             raise UsageError("`epochs` is for `with Elastic(…) as elastic:`.")
-        self._is_in_epochs = True
+        self._num_epochs = num_epochs
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
@@ -140,7 +210,31 @@ class Elastic:
                 self._state.seed_epoch(epoch)
                 yield epoch
                 self._was_over = False
+                if self.interrupted is not None:
+                    break
+                is_last = epoch + 1 == num_epochs
+                if self._saver.drain() or is_last:
+                    # So that only the last one's end is run again, without the steps before it.
+                    self._save(replace=not is_last)
         self._is_behind_batch = True
+
+    def _save(self, *, replace: bool = False) -> None:
+        """Writes a checkpoint, unless that of this step is there; again, if a worker is lost.
+
+        Args:
+            replace: write it in any case.
+        """
+        if self._run_dir is not None and (replace or self._saver.saved_step != self._loader.step):
+            self._call(self._write)
+
+    def _write(self) -> str:
+        if self._state.comm.rank == 0 and not self._has_lock:
+            assert self._run_dir is not None and self._entered is not None
+            alone = Communicator.single_process()
+            self._entered.enter_context(run_lock(self._run_dir, alone, goes_on=True))
+            self._has_lock = True
+        self._saver.save(self._loader.step, replace=True)
+        return ""
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Calls what talks to other workers, such as an evaluation; again if one is lost meanwhile.
@@ -163,24 +257,28 @@ class Elastic:
             raise UsageError(
                 "`call` belongs behind the loop over a global batch, or behind that over `steps`."
             )
-        changes = self._changes
         self._num_calls += 1
+        return json.loads(self._call(partial(self._found, function)))
+
+    def _call(self, function: Callable[[], str]) -> str:
+        """Calls it until no worker is lost meanwhile; what it returned."""
+        changes = self._changes
         if changes is None:
-            return json.loads(self._found(function))
+            return function()
         text, step, place = None, changes.step, changes.place + 1
         changes.between = self._state.position()
         while text is None:
             changes.enter(step, place)
             try:
                 changes.take_up()
-                found = self._found(function)
+                found = function()
                 changes.enter(step, place + 1, is_committing=True)
                 self._exchanges[0].comm.barrier()
                 changes.note_committed(found)
                 text = found
             except LOST:
                 text = changes.text_of_others()
-        return json.loads(text)
+        return text
 
     def _found(self, function: Callable[[], Any]) -> str:
         """What it returns, as a text; each attempt draws the same random numbers."""
@@ -205,10 +303,12 @@ class Elastic:
                 " batch, who goes on from it would leave that batch out."
             )
         awaits_update = self._awaits_update or [x.awaits_update for x in self._exchanges]
+        is_over = self._is_in_steps and self._loader.epoch != self._epoch
         return {
             **self._state.state_dict(awaits_update),
             **self._state.position(),
-            "is_over": self._is_in_steps and self._loader.epoch != self._epoch,
+            "epoch": self._loader.epoch - is_over,
+            "is_over": is_over,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +318,7 @@ class Elastic:
             UsageError: if it is entered: a worker that joins would go back, alone.
             CheckpointError: if it is of other data, another model or optimizer.
         """
-        if self._is_entered:
+        if self._entered is not None:
             raise UsageError(
                 "`load_state_dict` comes before `with`: a worker that joins runs it too."
             )
@@ -235,7 +335,7 @@ class Elastic:
             UsageError: if it is not the same, outside of `epochs`, or twice in one epoch.
         """
         self._state.check_given("elastic", loader, exchanges)
-        if not self._is_in_epochs:
+        if self._num_epochs is None:
             raise UsageError(
                 "`elastic` must know the epoch in which a worker joins: put `steps` in `for epoch"
                 " in elastic.epochs(n):`, in `with Elastic(…) as elastic:`."
@@ -250,11 +350,20 @@ class Elastic:
             self._begin_step()
             self._is_in_batch = True
             yield next(self._loader.global_batches())
-        self._is_in_steps, self._is_behind_batch, self._num_calls = False, True, 0
 
-    def after_step(self) -> None:
-        """The turn of a global batch is over, and so is what the user does behind it."""
+    def after_step(self) -> bool:
+        """A global batch's turn is over; saves if it is time to, returns whether to stop."""
         self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
+        if self._saver.is_due(self._loader.step):
+            self._save()
+        return self.interrupted is not None
+
+    def end_steps(self) -> None:
+        """Called by `steps`, after an epoch's last, or the one that a signal made the last."""
+        is_last = self._epoch + 1 == self._num_epochs
+        if not self._was_over and (self._saver.drain() or is_last):
+            self._save()
+        self._is_in_steps, self._is_behind_batch, self._num_calls = False, True, 0
 
     def _begin_step(self) -> None:
         self._state.refuse_left_out()
@@ -265,8 +374,8 @@ class Elastic:
             return
         changes.enter(self._loader.step, 0)
         changes.between = self._state.position()
-        if changes.interrupts.requested is not None:
-            signal.raise_signal(changes.interrupts.requested)
+        if self._run_dir is None and self._interrupts.requested is not None:
+            signal.raise_signal(self._interrupts.requested)
         if changes.messages.others_wait:
             changes.change()
         changes.be_ready()
@@ -304,12 +413,14 @@ class Elastic:
         Raises:
             PeerLostError, CollectiveTimeoutError: call `lose_workers`.
         """
-        changes = self._changes
+        changes, asked = self._changes, self._stop.asked
         if changes is not None:
             changes.enter(changes.step, changes.place + 1, is_committing=True)
-            sums = changes.messages.commit(sums).wait()
-            changes.note_committed(json.dumps(sums.tolist()))
-        self._end_batch()
+            told = torch.cat([sums.reshape(-1), asked.to(sums)])
+            told = changes.messages.commit(told).wait()
+            sums, asked = told[: sums.numel()].view_as(sums), told[sums.numel() :]
+            changes.note_committed(json.dumps([sums.tolist(), asked.tolist()]))
+        self._end_batch(asked)
         return sums
 
     def lose_workers(self) -> Tensor | None:
@@ -325,10 +436,12 @@ class Elastic:
         text = self._changes.text_of_others()
         if text is None:
             return None
-        self._end_batch()
-        return torch.tensor(json.loads(text), dtype=torch.float64)
+        sums, asked = (torch.tensor(x, dtype=torch.float64) for x in json.loads(text))
+        self._end_batch(asked)
+        return sums
 
-    def _end_batch(self) -> None:
+    def _end_batch(self, asked: Tensor) -> None:
+        self._stop.note(asked)
         self._is_in_batch, self._is_behind_batch = False, True
 
     def _training(self) -> dict[str, object]:
@@ -341,6 +454,7 @@ class Elastic:
                 f"model {n}": {**exchange.policy.in_words, **parameters_of(exchange.model)}
                 for n, exchange in enumerate(self._exchanges)
             },
+            "checkpoints": self._kept(),
             "threads": torch.get_num_threads(),
         }
 

@@ -121,7 +121,7 @@ def steps(
         raise UsageError(
             "`elastic` goes without `replay`, whose second pass would be no part of the step that"
             " is run again, and without `checkpoint`, which talks to workers between two steps:"
-            " save `elastic.state_dict()`."
+            " give `allstep.Elastic` the `run_dir`."
         )
     return _steps(loader, exchanges, replay, checkpoint, elastic, clock)
 
@@ -203,8 +203,8 @@ def _steps(
                 times = exchanges[0].stragglers.own_times = batch.times
                 activity.note_times(times.data_s, times.compute_s, times.wait_s)
                 _follow_shares(loader, exchanges[0])
-                if elastic is not None:
-                    elastic.after_step()
+                if elastic is not None and elastic.after_step():
+                    break
                 if checkpoint is not None and checkpoint.after_step():
                     break
             finally:
@@ -217,6 +217,8 @@ def _steps(
             exchange.statistics.settle()
     if checkpoint is not None:
         checkpoint.end_steps()
+    if elastic is not None:
+        elastic.end_steps()
 
 
 def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:

@@ -12,7 +12,7 @@ from allstep.comm import SIGNALLED, Communicator
 from allstep.errors import CheckpointError, check_positive
 from allstep.train.checkpoint import Checkpoints, Select, Stateful
 from allstep.train.run_lock import run_lock
-from allstep.train.stop import Interrupts, StopAgreement
+from allstep.train.stop import Interrupts, PiggybackedStopAgreement, StopAgreement
 
 _logger = logging.getLogger(__name__)
 
@@ -33,9 +33,11 @@ class Saver:
             the end of each epoch.
         keep: how many of the newest stay.
         clock: seconds that pass.
+        agreement: by which the workers agree to stop, and to save; None for a message of its own.
 
     Attributes:
         newest: the checkpoint that was written last, if any.
+        saved_step: of that, or of the one that was loaded.
         interrupted: number of the signal by which all agreed to stop, or None.
     """
 
@@ -50,10 +52,12 @@ class Saver:
         every_s: float | None = None,
         keep: int = 3,
         clock: Callable[[], float] = time.monotonic,
+        agreement: StopAgreement | PiggybackedStopAgreement | None = None,
     ) -> None:
         if every_s is not None:
             check_positive("every_s", every_s, "give a number of seconds, such as 600.0")
         self.newest: Path | None = None
+        self.saved_step: int | None = None
         self.interrupted: int | None = None
         self._target = target
         self._comm = comm
@@ -62,11 +66,10 @@ class Saver:
         if run_dir is not None:
             self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep)
         self._interrupts = interrupts
-        self._agreement = StopAgreement(comm)
+        self._agreement = agreement or StopAgreement(comm)
         self._every_steps, self._every_s = every_steps, every_s
         self._clock = clock
         self._saved_at_s = clock()  # or when a checkpoint was asked for
-        self._saved_step: int | None = None
 
     @contextmanager
     def hold(
@@ -98,9 +101,9 @@ class Saver:
                 self._checkpoints.refuse_existing()
             else:
                 missing_ok = resume is None
-                self._saved_step = self._checkpoints.restore(self._target, missing_ok=missing_ok)
+                self.saved_step = self._checkpoints.restore(self._target, missing_ok=missing_ok)
             self._saved_at_s = self._clock()
-            yield self._saved_step
+            yield self.saved_step
             if self.interrupted is not None:
                 self._comm.activity.end(SIGNALLED, signal.Signals(self.interrupted).name)
 
@@ -110,14 +113,20 @@ class Saver:
         Args:
             step: updates made.
         """
+        if self.is_due(step):
+            self.save(step)
+        return self.interrupted is not None
+
+    def is_due(self, step: int) -> bool:
+        """Learns, after a step, what workers asked; whether to save, and not to stop.
+
+        Args:
+            step: updates made.
+        """
         asked = self._agreement(self._interrupts.requested, is_save_due=self._asks_to_save())
         self.interrupted = self.interrupted or asked
-        if self.interrupted is not None:
-            return True
         is_multiple = self._every_steps is not None and step % self._every_steps == 0
-        if is_multiple or self._agreement.is_save_due:
-            self.save(step)
-        return False
+        return self.interrupted is None and (is_multiple or self._agreement.is_save_due)
 
     def drain(self) -> bool:
         """Learns, at the end of an epoch's steps, what the last ones asked; whether to save."""
@@ -133,9 +142,9 @@ class Saver:
             step: updates made.
             replace: write it in any case.
         """
-        if self._checkpoints and (replace or self._saved_step != step):
+        if self._checkpoints and (replace or self.saved_step != step):
             self.newest = self._checkpoints.save(step, self._target.state_dict())
-            self._saved_step, self._saved_at_s = step, self._clock()
+            self.saved_step, self._saved_at_s = step, self._clock()
 
     @property
     def best_path(self) -> Path:

@@ -116,3 +116,48 @@ class StopAgreement:
         agreed, is_save_due = self._pending.wait().tolist()
         self._pending, self.is_save_due = None, bool(is_save_due)
         return agreed or None
+
+
+class PiggybackedStopAgreement:
+    """As `StopAgreement`, at once, and in a message that each step sends anyway.
+
+    Args:
+        interrupts: tells that this worker has got a signal.
+
+    Attributes:
+        is_save_due: as of `StopAgreement`.
+    """
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self.is_save_due = False
+        self._interrupts = interrupts
+        self._asks_to_save = False
+        self._agreed = torch.zeros(len(SIGNALS) + 1)
+
+    @property
+    def asked(self) -> Tensor:
+        """What this worker asks, to be added up over the workers."""
+        requested = self._interrupts.requested
+        return torch.tensor([*(requested == number for number in SIGNALS), self._asks_to_save])
+
+    def note(self, asked: Tensor) -> None:
+        """What all workers together ask.
+
+        Args:
+            asked: their sum.
+        """
+        self._agreed = asked
+
+    def __call__(self, signal_number: int | None, *, is_save_due: bool = False) -> int | None:
+        """Says whether to ask for a checkpoint; returns a signal that a worker had got."""
+        agreed = self.drain()
+        self._asks_to_save = is_save_due
+        return agreed
+
+    def drain(self) -> int | None:
+        """What all were told last, once."""
+        *by_signal, is_save_due = self._agreed.bool().tolist()
+        self.is_save_due = is_save_due
+        self._agreed = torch.zeros_like(self._agreed)
+        asked = (n for n, is_asked in zip(SIGNALS, by_signal, strict=True) if is_asked)
+        return max(asked, default=None)

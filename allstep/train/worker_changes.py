@@ -40,24 +40,31 @@ class WorkerChanges:
         comm: the workers.
         membership: this worker's.
         state: of the loop.
+        interrupts: told what the launcher asks.
 
     Attributes:
         step, place: where it is; None before it has begun, or has joined.
         is_committing: whether it waits for the last message of what it has done there.
         between: where loader and exchanges were before.
         has_changed: whether exchanges and loader have still to be told of other workers.
-        interrupts: what the launcher asks; signals are the user's.
     """
 
-    def __init__(self, comm: Communicator, membership: Membership, state: LoopState) -> None:
+    def __init__(
+        self, comm: Communicator, membership: Membership, state: LoopState, interrupts: Interrupts
+    ) -> None:
         self._comm, self._membership, self._state = comm, membership, state
-        self.interrupts = Interrupts()
-        self.messages = StepCommit(comm, membership, self.interrupts)
+        self._interrupts = interrupts
+        self.messages = StepCommit(comm, membership, interrupts)
         self.step: int | None = None
         self.place = 0
         self.is_committing = self.has_changed = False
         self.between = state.position()
         self._last: tuple[str, str] | None = None  # what was committed last, by its name
+
+    @property
+    def joins(self) -> bool:
+        """Whether others have begun, and this worker is not among them yet."""
+        return self._membership.waits
 
     def begin(self, training: Mapping[str, object]) -> bool:
         """Meets the first workers, or joins those that are there. Collective.
@@ -73,15 +80,19 @@ class WorkerChanges:
             PeerLostError: if nobody is left to join.
         """
         admit(self._comm, self._membership, training)
-        joins = self._membership.waits
+        joins = self.joins
         if joins:
             self.change()
             self.be_ready()
         self.step = self._state.loader.step
         return joins
 
-    def end(self) -> None:
-        """All have come to the end. Collective."""
+    def end(self, code: int) -> None:
+        """All have come to the end. Collective.
+
+        Args:
+            code: as for `Membership.end`.
+        """
         while not self._all_have_met():
             try:
                 self.change()
@@ -89,7 +100,7 @@ class WorkerChanges:
                 if not self._membership.is_over:
                     raise
                 break
-        self._membership.end()
+        self._membership.end(code)
 
     def _all_have_met(self) -> bool:
         """Whether all are here, or have been: for some the training may be over already."""
@@ -133,7 +144,7 @@ class WorkerChanges:
         if self._last is not None:
             self._membership.publish(*self._last)
         regroup(self._comm, self._membership, self._progress)
-        self.messages = StepCommit(self._comm, self._membership, self.interrupts)
+        self.messages = StepCommit(self._comm, self._membership, self._interrupts)
         self.has_changed = True
         newest = max(member.progress for member in self._membership.members)
         if newest < 0:
@@ -169,7 +180,7 @@ class WorkerChanges:
             ):
                 exchange.begin_again(stored)
         except DisagreementError as error:
-            if is_new or not has_new:
+            if not has_new or (is_new and not error.is_as_rank_0):
                 raise
             if self._comm.rank == 0:
                 logging.getLogger("allstep").info(f"goes on without who joined: {error}")

@@ -38,6 +38,7 @@ def train(
     updates_every: int = 1,
     draws: bool = True,
     resumes: bool = True,
+    elastic: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains in a folder: float64, momentum, dropout, batch norm, a schedule by epochs.
@@ -50,7 +51,8 @@ def train(
         updates_every: global batches whose gradients make one update.
         draws: False leaves out what takes random numbers, which ranks that are threads share.
         resumes: False for the control that restores the model only.
-        options: of AutoCheckpoint.
+        elastic: keep the checkpoints by Elastic, whose sums are exact, instead of AutoCheckpoint.
+        options: of that.
 
     Returns:
         The model, the last rate, the steps that this life has made, and what ended it.
@@ -61,6 +63,8 @@ def train(
             module.p = 0.0
     model, optimizer = task.model.to(comm.device), task.optimizer(task.model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    if elastic:
+        policy = allstep.Synchronous(compression="exact")
     exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
     loader = allstep.data.loader(
         task.train_set,
@@ -74,9 +78,15 @@ def train(
         run_dir += "-anew"
     steps, count = [], 0
     state = {"optimizer": optimizer, "scheduler": scheduler}
-    with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state, **options) as checkpoint:
-        for epoch in checkpoint.epochs(NUM_EPOCHS):
-            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+    keeper: allstep.AutoCheckpoint | allstep.Elastic
+    if elastic:
+        keeper = allstep.Elastic(loader, exchange, state=state, run_dir=run_dir, **options)
+    else:
+        keeper = allstep.AutoCheckpoint(run_dir, loader, exchange, state=state, **options)
+    given: dict[str, Any] = {"elastic" if elastic else "checkpoint": keeper}
+    with keeper:
+        for epoch in keeper.epochs(NUM_EPOCHS):
+            for batch in allstep.steps(loader, exchange, **given):
                 for data in batch:
                     happens(("micro-batch", count))
                     batch.backward(same_model.loss_of(model, data))
@@ -86,7 +96,7 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
                 steps.append(batch.step)
-            if checkpoint.interrupted is None:
+            if keeper.interrupted is None:
                 scheduler.step()
                 happens(("epoch", epoch))
     exchange.detach()
@@ -95,7 +105,7 @@ def train(
         "model": model.state_dict(),
         "rate": optimizer.param_groups[0]["lr"],
         "steps": steps,
-        "interrupted": checkpoint.interrupted,
+        "interrupted": keeper.interrupted,
     }
 
 

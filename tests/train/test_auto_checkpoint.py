@@ -46,18 +46,20 @@ MOMENTS = [("update", step) for step in range(NUM_STEPS)] + [
 ]
 
 
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize(("every_steps", "first"), [(1, 0), (3, 1), (None, 0)])
 def test_a_loop_that_crashed_anywhere_ends_with_the_same_bits(
-    every_steps: int | None, first: int, tmp_path: Path
+    every_steps: int | None, first: int, elastic: bool, tmp_path: Path
 ) -> None:
-    whole = train(alone(), str(tmp_path / "whole"), every_steps=every_steps)
+    options: dict[str, Any] = {"every_steps": every_steps, "elastic": elastic}
+    whole = train(alone(), str(tmp_path / "whole"), **options)
     assert whole["steps"] == list(range(NUM_STEPS))
     assert whole["rate"] == pytest.approx(0.1 * 0.7**NUM_EPOCHS)
     num_saved = 0
     for number, moment in enumerate(MOMENTS[first::2]):
         run_dir = tmp_path / str(number)
-        crash(alone(), run_dir, moment, every_steps=every_steps)
-        found = train(alone(), str(run_dir), every_steps=every_steps)
+        crash(alone(), run_dir, moment, **options)
+        found = train(alone(), str(run_dir), **options)
         assert not differing_names(found["model"], whole["model"])
         assert found["rate"] == whole["rate"]
         num_saved += NUM_STEPS - len(found["steps"])
@@ -67,9 +69,10 @@ def test_a_loop_that_crashed_anywhere_ends_with_the_same_bits(
     assert num_saved > NUM_STEPS  # lives were not all begun anew
 
 
-def test_a_finished_loop_has_no_step_left(tmp_path: Path) -> None:
-    whole = train(alone(), str(tmp_path), every_steps=5)
-    again = train(alone(), str(tmp_path), every_steps=5)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_finished_loop_has_no_step_left(elastic: bool, tmp_path: Path) -> None:
+    whole = train(alone(), str(tmp_path), every_steps=5, elastic=elastic)
+    again = train(alone(), str(tmp_path), every_steps=5, elastic=elastic)
     assert again["steps"] == []
     assert not differing_names(again["model"], whole["model"])
     assert again["rate"] == whole["rate"]  # the last epoch's end is run again, of the same state
@@ -110,9 +113,10 @@ def test_gradients_of_several_global_batches_are_kept(tmp_path: Path) -> None:
     run_ranks(2, run)
 
 
-def test_gradients_are_kept_where_no_step_was_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elastic", [False, True])
+def test_gradients_are_kept_where_no_step_was_made(elastic: bool, tmp_path: Path) -> None:
     """The second life makes the end of an epoch only, of whose last step no update was made."""
-    options: dict[str, Any] = {"updates_every": 3, "draws": False}
+    options: dict[str, Any] = {"updates_every": 3, "draws": False, "elastic": elastic}
     whole = train(alone(), str(tmp_path / "whole"), **options)
     for moment in (("epoch", 0), ("update", 4)):
         crash(alone(), tmp_path / "run", moment, **options)
@@ -368,6 +372,15 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.parametrize(("tick_s", "expected"), [(0.0, [12]), (10.0, [4, 8, 12])])
+def test_a_lone_elastic_loop_saves_by_its_clock(
+    tick_s: float, expected: list[int], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"every_s": 30.0, "keep": 100, "clock": Clock(tick_s)}
+    train(alone(), str(tmp_path), elastic=True, **options)
+    assert saved_steps(tmp_path) == expected
+
+
 @pytest.mark.parametrize(("tick_s", "expected"), [(0.0, [12]), (10.0, [4, 7, 10, 12])])
 def test_rank_0_s_clock_says_when_to_save(
     tick_s: float, expected: list[int], tmp_path: Path
@@ -387,26 +400,28 @@ def test_steps_and_seconds_save_both(tmp_path: Path) -> None:
     assert {5, 10, 12} < set(saved_steps(tmp_path))
 
 
-def test_by_default_each_epoch_s_last_step_is_saved(tmp_path: Path) -> None:
-    train(alone(), str(tmp_path))
+@pytest.mark.parametrize("elastic", [False, True])
+def test_by_default_each_epoch_s_last_step_is_saved(elastic: bool, tmp_path: Path) -> None:
+    train(alone(), str(tmp_path), elastic=elastic)
     assert saved_steps(tmp_path) == [4, 8, 12]
 
 
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize(
     ("moment", "expected"), [(("update", 6), [1, 2]), (("epoch", 0), [0, 1, 2])]
 )
 def test_the_end_of_an_epoch_is_repeated_if_it_was_not_over(
-    moment: Moment, expected: list[int], tmp_path: Path
+    moment: Moment, expected: list[int], elastic: bool, tmp_path: Path
 ) -> None:
     """What it takes of the steps, as their mean loss, is not there without them."""
-    crash(alone(), tmp_path, moment)
+    crash(alone(), tmp_path, moment, elastic=elastic)
     epochs: list[int] = []
 
     def note(now: Moment) -> None:
         if now[0] == "epoch":
             epochs.append(now[1])
 
-    train(alone(), str(tmp_path), note)
+    train(alone(), str(tmp_path), note, elastic=elastic)
     assert epochs == expected
 
 
@@ -421,22 +436,36 @@ def quiet() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("moment", [("update", 0), ("update", 5), ("update", 7), ("epoch", 1)])
+@pytest.mark.parametrize(
+    ("moment", "num_steps", "num_elastic_steps"),
+    [
+        (("update", 0), 2, 2),  # an elastic loop asks before an update
+        (("micro-batch", 2), 2, 1),
+        (("update", 5), 7, 7),
+        (("update", 7), 8, 9),
+        (("epoch", 1), 8, 9),
+    ],
+)
+@pytest.mark.parametrize("elastic", [False, True])
 def test_sigterm_ends_the_loop_after_a_step_with_a_checkpoint(
-    moment: Moment, tmp_path: Path, quiet: None
+    moment: Moment,
+    num_steps: int,
+    num_elastic_steps: int,
+    elastic: bool,
+    tmp_path: Path,
+    quiet: None,
 ) -> None:
     def happens(now: Moment) -> None:
         if now == moment:
             signal.raise_signal(signal.SIGTERM)
 
-    whole = train(alone(), str(tmp_path / "whole"))
-    first = train(alone(), str(tmp_path / "run"), happens, every_s=1e9)
+    whole = train(alone(), str(tmp_path / "whole"), elastic=elastic)
+    first = train(alone(), str(tmp_path / "run"), happens, every_s=1e9, elastic=elastic)
     assert first["interrupted"] == signal.SIGTERM
-    num_steps = len(first["steps"])
-    expected = {("update", 0): 2, ("update", 5): 7, ("update", 7): 8, ("epoch", 1): 8}
-    assert num_steps == expected[moment]
+    num_steps = num_elastic_steps if elastic else num_steps
+    assert len(first["steps"]) == num_steps
     assert saved_steps(tmp_path / "run") == [num_steps]
-    second = train(alone(), str(tmp_path / "run"))
+    second = train(alone(), str(tmp_path / "run"), elastic=elastic)
     assert second["interrupted"] is None
     assert first["steps"] + second["steps"] == list(range(NUM_STEPS))
     assert not differing_names(second["model"], whole["model"])
@@ -506,6 +535,28 @@ def test_another_training_is_refused(changes: dict[str, Any], message: str, tmp_
     first = Parts(alone())
     first.train(first.checkpoint(tmp_path), num_epochs=2)  # nothing on the disk has changed
     assert first.loader.step == 4
+
+
+def test_a_folder_in_use_is_refused_by_an_elastic_loop(tmp_path: Path) -> None:
+    parts = Parts(alone())
+    with (
+        parts.checkpoint(tmp_path),
+        pytest.raises(UsageError, match="is being trained by process"),
+    ):
+        train(alone(), str(tmp_path), elastic=True)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("moment", [("update", 6), ("epoch", 0)])
+def test_a_folder_of_the_other_kind_of_loop(moment: Moment, elastic: bool, tmp_path: Path) -> None:
+    """A loop that was elastic may go on without, and the reverse."""
+    policy = allstep.Synchronous(compression="exact")
+    whole = train(alone(), str(tmp_path / "whole"), policy=policy)
+    crash(alone(), tmp_path / "run", moment, policy=policy, elastic=not elastic)
+    found = train(alone(), str(tmp_path / "run"), policy=policy, elastic=elastic)
+    assert found["steps"] == list(range(4, NUM_STEPS))
+    assert differing_names(found["model"], whole["model"]) == []
+    assert found["rate"] == whole["rate"]
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

@@ -932,6 +932,29 @@ def test_joining_with_what_only_all_together_notice(
 
 
 @pytest.mark.process
+def test_joining_beside_one_with_something_else(
+    tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    """Who has the same as the others stays."""
+    goes_on = tmp_path / "goes_on"
+    later = partial(train, tmp_path, {}, {})
+    with contextlib.ExitStack() as stack:
+        workers = started(stack, train, 1, (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)}))
+        wait_until(lambda: is_held(goes_on), workers)
+        other, joiner = (
+            started(stack, joins, 1, (), joins=workers.store_address)
+            for joins in (join_and_freeze, later)
+        )
+        wait_until(lambda: num_joiners(workers.store_address) == 2, workers)
+        goes_on.touch()
+        assert [ended(group) for group in (other, joiner, workers)] == [[1], [0], [0]]
+        assert "DisagreementError" in other.outcomes()[0].value
+        for group in (workers, joiner):
+            check_same(group.outcomes()[0], undisturbed)
+    check_seen_once(tmp_path)
+
+
+@pytest.mark.process
 def test_a_worker_that_ended_as_it_waited(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
     """On another host, whose launcher says so: nobody waits for it."""
     goes_on = tmp_path / "goes_on"

@@ -1,6 +1,5 @@
 """The workload of a user's own script: `allstep.Elastic`, a loop over `steps`, checkpoints."""
 
-import io
 import os
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import allstep
 from allstep import Communicator
 from allstep.comm.membership import Membership
 from allstep.env import read_launch
-from allstep.files import replacing
 from allstep.train.elastic_loop import loop_membership
 from tests.helpers.compare import differing_names
 from tests.helpers.elastic_runs import NUM_STEPS
@@ -51,7 +49,6 @@ class Script:
 
     def __init__(self, comm: Communicator, run_dir: Path, membership: Membership | None) -> None:
         torch.manual_seed(0)
-        self._comm, self._checkpoint = comm, run_dir / "newest.pt"
         self._model = Counted()
         x, y = torch.randn(_NUM_SAMPLES, 4), torch.randn(_NUM_SAMPLES, 1)
         data = TensorDataset(x, y, torch.arange(_NUM_SAMPLES))
@@ -66,16 +63,16 @@ class Script:
         self._loader = allstep.data.loader(data, comm, global_batch=_GLOBAL_BATCH, micro_batch=4)
         state = {"optimizer": self._optimizer}
         self._elastic = allstep.Elastic(
-            self._loader, self._exchange, state=state, membership=membership
+            self._loader,
+            self._exchange,
+            state=state,
+            run_dir=run_dir,
+            every_steps=_CHECKPOINT_STEPS,
+            membership=membership,
         )
 
-    def resume(self) -> None:
-        """From the newest checkpoint, if there is one."""
-        if self._checkpoint.exists():
-            self._elastic.load_state_dict(torch.load(self._checkpoint))
-
-    def run(self, membership: Membership | None, notes: Notes | None, held_at: int) -> None:
-        """Trains to the end."""
+    def run(self, membership: Membership | None, notes: Notes | None, held_at: int) -> bool:
+        """Trains from the newest checkpoint, if there is one; whether to the end."""
         with self._elastic as elastic:
             for _ in elastic.epochs(_NUM_EPOCHS):
                 for batch in allstep.steps(self._loader, self._exchange, elastic=elastic):
@@ -88,16 +85,7 @@ class Script:
                     if notes is not None and membership is not None:
                         names = [member.name for member in membership.members]
                         notes.add(membership.generation, names, batch.step)
-                    if batch.step % _CHECKPOINT_STEPS == 0:
-                        self._save()
-        self._save()
-
-    def _save(self) -> None:
-        if self._comm.rank == 0:
-            data = io.BytesIO()
-            torch.save(self._elastic.state_dict(), data)
-            with replacing(self._checkpoint) as draft:
-                draft.write_bytes(data.getvalue())
+        return elastic.interrupted is None
 
     def result(self) -> dict[str, Tensor]:
         """Parameters, buffers and momenta."""
@@ -117,13 +105,12 @@ class OwnLoop:
         run_dir.mkdir(exist_ok=True)
         membership = loop_membership(read_launch(), TIMEOUT_S)
         script = Script(comm, run_dir, membership)
-        script.run(membership, notes, held_at)
-        torch.save(script.result(), notes.folder / f"{_RESULT}{os.getpid()}")
+        if script.run(membership, notes, held_at):
+            torch.save(script.result(), notes.folder / f"{_RESULT}{os.getpid()}")
 
     def undisturbed(self, run_dir: Path) -> None:
         run_dir.mkdir(exist_ok=True)
         script = Script(Communicator.single_process(), run_dir, None)
-        script.resume()
         script.run(None, None, 0)
         torch.save(script.result(), run_dir / _RESULT)
 

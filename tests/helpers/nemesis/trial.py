@@ -188,8 +188,6 @@ def _may_end_so(
 ) -> bool:
     """Whether that is promised of a worker."""
     joins = number >= schedule.num_first
-    if not workload.rejoins and schedule.has("terminate") and code == -signal.SIGTERM:
-        return True  # a signal to one worker of a user's loop ends all of them
     ends = {
         "kill": code == -signal.SIGKILL,
         "terminate": code == -signal.SIGTERM,  # where it can't answer yet, or the second time
