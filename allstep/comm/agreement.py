@@ -74,7 +74,9 @@ def agree(
         if not all(body.startswith(compared) for body in bodies):
             words = explain(group, action, details, fault=fault, cure=cure, verb=verb)
             if fault is None:
-                raise DisagreementError(words)
+                error = DisagreementError(words)
+                error.is_as_rank_0 = bodies[0].startswith(compared)
+                raise error
         bodies = [body[len(compared) :] for body in bodies]
     if fault is not None:
         raise UsageError(fault)
