@@ -32,8 +32,8 @@ from allstep.exchange.reducer import channel_of as channel_of
 from allstep.exchange.wires import Transport as Transport
 
 if TYPE_CHECKING:
-    from allstep.exchange.torch_hooks import ddp_hook as ddp_hook
-    from allstep.exchange.torch_hooks import fsdp_hook as fsdp_hook
+    from allstep.exchange.ddp_comm_hook import ddp_hook as ddp_hook
+    from allstep.exchange.fsdp_comm_hook import fsdp_hook as fsdp_hook
 
 __all__ = [
     "Exchange",
@@ -57,5 +57,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The hooks for torch's engines, whose import takes seconds, when they are asked for."""
     if name in ("ddp_hook", "fsdp_hook"):
-        return getattr(import_module("allstep.exchange.torch_hooks"), name)
+        module = name.replace("hook", "comm_hook")
+        return getattr(import_module(f"allstep.exchange.{module}"), name)
     raise AttributeError(f"module 'allstep.exchange' has no attribute {name!r}")

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator, init
 from allstep.errors import CheckpointError, UsageError
 from allstep.exchange import ExchangePolicy, LocalSGD, Synchronous, attach, make_policy
-from allstep.exchange.torch_hooks import DDPCommHook, ddp_hook, fsdp_hook
+from allstep.exchange.ddp_comm_hook import DDPCommHook, ddp_hook
+from allstep.exchange.fsdp_comm_hook import fsdp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
 from tests.helpers.processes import RemoteError, run_processes

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from allstep.comm import Communicator, init
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, Synchronous, attach, make_policy
-from allstep.exchange.torch_hooks import fsdp_hook
+from allstep.exchange.fsdp_comm_hook import fsdp_hook
 from allstep.exchange.wires import TopK
 from tests.exchange.nets import assert_same, differs, mlp
 from tests.helpers.processes import run_processes

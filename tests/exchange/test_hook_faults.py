@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator, init
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
 from allstep.exchange import make_policy
-from allstep.exchange.torch_hooks import ddp_hook, fsdp_hook
+from allstep.exchange.ddp_comm_hook import ddp_hook
+from allstep.exchange.fsdp_comm_hook import fsdp_hook
 from tests.helpers.processes import start_processes
 
 TIMEOUT_S = 15.0  # a sound worker on a busy machine answers within it

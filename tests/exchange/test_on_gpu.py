@@ -21,7 +21,8 @@ import allstep
 from allstep import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, LocalSGD, Stale, Synchronous, attach
-from allstep.exchange.torch_hooks import ddp_hook, fsdp_hook
+from allstep.exchange.ddp_comm_hook import ddp_hook
+from allstep.exchange.fsdp_comm_hook import fsdp_hook
 from allstep.exchange.wires import Float16, Int8, PowerSGD, TopK
 from allstep.nn import convert_batch_norm
 from tests.exchange import (

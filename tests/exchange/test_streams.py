@@ -18,7 +18,8 @@ import allstep
 from allstep import Communicator, device
 from allstep.errors import UsageError
 from allstep.exchange import Exchange, ExchangePolicy, make_policy
-from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
+from allstep.exchange.ddp_comm_hook import ddp_hook
+from allstep.exchange.fsdp_comm_hook import FSDPCommHook
 from allstep.train.devices import to_device
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
@@ -190,7 +191,10 @@ SITES = {
     Site("exchange/runner.py", "StreamRunner._submit", "wait_stream"): ("fp32", train),
     Site("comm/work.py", "StreamWork.wait", "wait_event"): ("fp32", train),
     Site("comm/failures.py", "wait_for_event", "wait_until"): ("fp32", train),
-    Site("exchange/torch_hooks.py", "FSDPCommHook.reduce_", "record_stream"): ("fp32", with_fsdp),
+    Site("exchange/fsdp_comm_hook.py", "FSDPCommHook.reduce_", "record_stream"): (
+        "fp32",
+        with_fsdp,
+    ),
     Site("train/devices.py", "_copy_beside", "wait_stream"): ("fp32", with_copies),
     Site("train/devices.py", "_copy_beside", "record_stream"): ("fp32", with_copies),
 }

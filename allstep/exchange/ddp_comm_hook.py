@@ -1,13 +1,9 @@
-"""Wire formats and staleness for those who train with torch's DistributedDataParallel or FSDP2.
-
-Both hand over flat gradients and take back what `p.grad` shall hold. They are clients of `Reducer`
-and `InFlight`, as `attach` is.
-"""
+"""Wire formats and staleness for those who train with torch's DistributedDataParallel."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,25 +12,18 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from allstep.comm import Communicator, Work, fsdp_modules, init
+from allstep.comm import Communicator, Work, init
 from allstep.comm.ddp import find_ddp, is_joining
 from allstep.comm.work import JoinedWork
-from allstep.device import lend_to_current_stream, new_future
+from allstep.device import new_future
 from allstep.errors import UsageError, check_type
-from allstep.exchange.agreement import check_same_policy
-from allstep.exchange.fully_sharded_checks import check_replicas
+from allstep.exchange.comm_hook import CommHook, Gradients, after_engine, check_policy
 from allstep.exchange.hooks import is_in_backward
-from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import sparse_gradient_message
-from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
+from allstep.exchange.policy import ExchangePolicy, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
-from allstep.exchange.same_gradients import SameGradients, other_gradients_message
-from allstep.exchange.wires import Exact, PowerSGD
 from allstep.exchange.wires.error_feedback import keeps_unsent
-from allstep.torch_classes import local_part
-
-Gradients = dict[str, Tensor]
 
 _STATIC_GRAPH = (
     "`static_graph` (=True) of DistributedDataParallel and `steps` (={steps}) of `Stale`: the first"
@@ -68,129 +57,13 @@ def ddp_hook(
         ...     model.register_comm_hook(model, hook)
         ...     return model
     """
-    checked = _checked(policy)
+    checked = check_policy(policy)
     if comm is not None:
         check_type("comm", comm, Communicator, "that of `allstep.init()`; or leave it out")
     return DDPCommHook(checked, comm)
 
 
-def fsdp_hook(
-    model: nn.Module, comm: Communicator, policy: Synchronous | Stale | None = None
-) -> "FSDPCommHook":
-    """Exchanges the gradients of a sharded model with its replicas. Collective.
-
-    FSDP2 shards inside a node, over the fast link, and reduces the gradients there; between
-    nodes the hook exchanges them with those who hold the same shard. Parameters and buffers get
-    the values of the first replica.
-
-    Args:
-        model: sharded by `fully_shard` only over the "shard" dimension of a mesh, with its
-            modules, as FSDP2 is used.
-        comm: the workers with the same shard: `allstep.init(process_group=mesh["replicate"])`.
-        policy: its compression, staleness, reduction and algorithm are used.
-
-    Returns:
-        The hook, which is registered.
-
-    Raises:
-        UsageError: if `model` isn't sharded, or not all that is trained of it, if `policy` is local
-            SGD, if an argument is of a wrong type, or if the compression needs matrices.
-        DisagreementError: if workers have different policies or shards.
-
-    Example:
-        >>> def distribute(model, mesh):  # a mesh with dimensions "replicate" and "shard"
-        ...     for block in model.blocks:
-        ...         torch.distributed.fsdp.fully_shard(block, mesh=mesh["shard"])
-        ...     torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])
-        ...     replicas = allstep.init(process_group=mesh["replicate"])
-        ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
-    """
-    checked = _checked(policy)
-    check_type("model", model, nn.Module, "that which `fully_shard` was called on")
-    cure = 'that of `allstep.init(process_group=mesh["replicate"])`'
-    check_type("comm", comm, Communicator, cure)
-    units = fsdp_modules(model)
-    if not units:
-        raise UsageError(
-            f"`model` is a {type(model).__name__} that FSDP2 has not sharded; call"
-            " `torch.distributed.fsdp.fully_shard` on it first."
-        )
-    if isinstance(checked.wire_format, PowerSGD):
-        raise UsageError(
-            "`compression` (='powersgd') needs matrices, and FSDP2 hands over flat shards; use"
-            ' "int8".'
-        )
-    check_replicas(model, comm)
-    hook = FSDPCommHook(model, comm, checked)
-    for name, unit in units.items():
-        unit.set_all_reduce_hook(partial(hook.reduce_, name))
-    return hook
-
-
-class _CommHook:
-    """What is summed of whom, and the gradients under way, by the name of what they are of.
-
-    Args:
-        policy: how to exchange.
-    """
-
-    def __init__(self, policy: ExchangePolicy) -> None:
-        self._policy = policy
-        self._reducer: Reducer | None = None  # with DDP from the first bucket on
-        self._in_flight: dict[str, InFlight[Gradients]] = {}
-        self._loaded: Mapping[str, Any] = {}  # a state that waits for the reducer
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this worker has sent so far."""
-        return 0 if self._reducer is None else self._reducer.sent_bytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
-        if self._reducer is None:
-            return dict(self._loaded)
-        for steps in self._in_flight.values():
-            steps.wait()
-        copies = {n: [_copy(step) for step in steps] for n, steps in self._in_flight.items()}
-        return {
-            "policy": self._policy.state_dict(),
-            **self._reducer.state_dict(),
-            "in_flight": copies,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
-        self._loaded = state
-        if self._reducer is not None:
-            self._load(self._reducer)
-
-    def _load(self, reducer: Reducer) -> None:
-        state = self._loaded
-        self._policy.check_state_dict(state.get("policy", {}))
-        reducer.load_state_dict(state)
-        self._in_flight.clear()
-        for name, steps in state["in_flight"].items():
-            for step in steps:  # from a file they may come on the CPU
-                self._steps_of(name).push(_copy(step, reducer.comm.device), ())
-
-    def _meet(self, comm: Communicator) -> Reducer:
-        """The reducer, made for these workers."""
-        if comm.size > 1:
-            check_same_policy(comm, self._policy.in_words)
-        self._reducer = reducer = Reducer(comm, self._policy)
-        if self._loaded:
-            self._load(reducer)
-        return reducer
-
-    def _steps_of(self, name: str) -> InFlight[Gradients]:
-        return self._in_flight.setdefault(name, InFlight(self._policy.staleness))
-
-    def _scale(self, comm: Communicator) -> float:
-        """What gradients are multiplied by before they are summed."""
-        return 1.0 if self._policy.reduction == "sum" else 1 / comm.size
-
-
-class DDPCommHook(_CommHook):
+class DDPCommHook(CommHook):
     """Exchanges DDP's buckets; made by `ddp_hook`, one for each DDP model.
 
     With staleness the first steps leave `p.grad` None, so that an optimizer does nothing in
@@ -328,7 +201,7 @@ class DDPCommHook(_CommHook):
         # Before DDP's own end of the pass, which knows no errors but its own.
         Variable._execution_engine.queue_callback(partial(_wait, [end for _, _, end in waiting]))
         if self._finds_unused and keeps_unsent(self._policy.wire_format):
-            _after_engine(partial(self._set_sums, waiting))
+            after_engine(partial(self._set_sums, waiting))
 
     def _set_sums(
         self, sums: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]]
@@ -359,7 +232,7 @@ class DDPCommHook(_CommHook):
                     view.zero_()
             future.set_result(flat)
         # DDP queues the end of its work after this one, and that sets `p.grad`.
-        _after_engine(partial(self._set_gradients, due, unused))
+        after_engine(partial(self._set_gradients, due, unused))
 
     def _set_gradients(self, due: Gradients, unused: set[str]) -> None:
         """What a step has used is not what the step that is due had used.
@@ -380,95 +253,6 @@ class DDPCommHook(_CommHook):
                 p.grad.copy_(due[name])
 
 
-class FSDPCommHook(_CommHook):
-    """Exchanges what FSDP2 has reduced over its shards; made by `fsdp_hook`.
-
-    With staleness the first steps leave `p.grad` None, and the gradients of the last steps are
-    not used.
-
-    Args:
-        model: a model with FSDP2's modules.
-        comm: the workers with the same shard.
-        policy: how to exchange.
-    """
-
-    def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
-        super().__init__(policy)
-        self._model = model
-        self._meet(comm)
-        keeps = policy.staleness > 0 or keeps_unsent(policy.wire_format)
-        self._same = SameGradients(model, policy) if keeps else None
-        self._is_clearing = False
-        with torch.no_grad():
-            whole = (*model.parameters(), *model.buffers())
-            tensors = tuple(local_part(tensor).detach() for tensor in whole)
-            if tensors and comm.size > 1:
-                comm.broadcast(tensors, root=0)
-
-    @torch.no_grad()
-    def reduce_(self, name: str, flat: Tensor) -> None:
-        """What FSDP2 calls when a module's gradients have been reduced over its shards.
-
-        Args:
-            name: of the module.
-            flat: the gradients of this worker's shard; becomes their sum over the replicas.
-
-        Raises:
-            UsageError: if other parameters than before have a gradient, with staleness or a format
-                that keeps what it has not sent.
-        """
-        if self._same is not None:
-            self._same.begin(name, flat)
-        # FSDP2 may drop it behind this, and give its memory to what another stream reduces next.
-        lend_to_current_stream(flat)
-        layout = _layout(f"{name or 'model'} (a module of FSDP2)", flat)
-        reducer = self._reducer
-        assert reducer is not None
-        scale = self._scale(reducer.comm)
-        if not self._policy.staleness:
-            flat.mul_(scale)
-            reducer.start(Bucket(layout, flat)).wait()
-            return
-        own = flat * scale
-        steps = self._steps_of(name)
-        steps.push({name: own}, [reducer.start(Bucket(layout, own))])
-        due = steps.pop_due()
-        if due is None:
-            self._clear_after_backward()
-        elif due[name].shape != flat.shape:  # of a checkpoint
-            raise UsageError(other_gradients_message(name, self._policy))
-        else:
-            flat.copy_(due[name])
-
-    def _clear_after_backward(self) -> None:
-        """FSDP2 sets `p.grad` when the hook returns, and ends its work in a queued callback."""
-        if not self._is_clearing:
-            self._is_clearing = True
-            _after_engine(self._clear_gradients)
-
-    def _clear_gradients(self) -> None:
-        self._is_clearing = False
-        for p in self._model.parameters():
-            p.grad = None
-
-
-def _checked(policy: ExchangePolicy | None) -> ExchangePolicy:
-    """A policy that a hook can follow."""
-    policy = Synchronous() if policy is None else policy
-    check_type("policy", policy, ExchangePolicy, '`allstep.Synchronous(compression="int8")`, say')
-    if isinstance(policy, LocalSGD):
-        raise UsageError(
-            f"`policy` (={policy}) averages parameters, but a hook exchanges gradients: pass"
-            " `Synchronous` or `Stale`, or use `allstep.attach` instead of the hook."
-        )
-    if isinstance(policy.wire_format, Exact):
-        raise UsageError(
-            '`compression` (="exact") rounds the gradient of each micro-batch, which a hook on sums'
-            " does not see: use `allstep.attach` with `allstep.steps` instead of the hook."
-        )
-    return policy
-
-
 def _check_group(comm: Communicator, group: dist.ProcessGroup) -> None:
     """Checks that these are DDP's workers. Collective."""
     ranks = comm.all_gather_object(dist.get_rank())
@@ -480,10 +264,6 @@ def _check_group(comm: Communicator, group: dist.ProcessGroup) -> None:
         )
 
 
-def _copy(step: Gradients, device: torch.device | None = None) -> Gradients:
-    return {name: gradient.to(device, copy=True) for name, gradient in step.items()}
-
-
 def _drop_unused(step: Gradients, unused: set[str]) -> None:
     """Once a step's sums are made: what no worker has used has no gradient, as without staleness.
 
@@ -492,12 +272,6 @@ def _drop_unused(step: Gradients, unused: set[str]) -> None:
     for name in unused:
         if not step[name].any():
             del step[name]
-
-
-def _after_engine(function: Any) -> None:
-    """Calls a function at the end of the backward pass, after what the engine has queued."""
-    engine = Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(function))
 
 
 def _resolve(
@@ -512,8 +286,3 @@ def _resolve(
 def _wait(futures: list[torch.futures.Future[Tensor]]) -> None:
     for future in futures:
         future.wait()
-
-
-def _layout(name: str, flat: Tensor) -> BucketLayout:
-    """One vector: where parameters lie in a shard is FSDP2's affair."""
-    return BucketLayout((name,), (tuple(flat.shape),), ((1,),), flat.dtype, flat.device)
