@@ -50,7 +50,7 @@ from allstep.nn import GroupedBatchNorm
 from allstep.torch_classes import is_dtensor
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.options import TrainOptions
-from allstep.train.stop import Interrupts
+from allstep.train.stop import PiggybackedStopAgreement
 from allstep.train.task import Task, all_stages
 
 # How it shows that a worker was lost; a disagreement is a mistake.
@@ -68,13 +68,15 @@ class StepCommit:
     Args:
         comm: the workers.
         membership: this worker's.
-        interrupts: told where the launcher asks all to stop.
+        stop: by which the workers agree to stop.
     """
 
-    def __init__(self, comm: Communicator, membership: Membership, interrupts: Interrupts) -> None:
+    def __init__(
+        self, comm: Communicator, membership: Membership, stop: PiggybackedStopAgreement
+    ) -> None:
         self._comm = comm
         self._membership = membership
-        self._interrupts = interrupts
+        self.stop = stop
         self._others_wait = False
 
     def commit(self, loss: Tensor) -> Work[Tensor]:
@@ -88,13 +90,15 @@ class StepCommit:
         """
         requests = self._membership.look()
         if requests.signal is not None:
-            self._interrupts.request(requests.signal)
+            self.stop.interrupts.request(requests.signal)
         flag = torch.full_like(loss.view(-1)[:1], float(requests.others_wait))
-        told = torch.cat([loss.view(-1), flag])
+        told = torch.cat([loss.view(-1), self.stop.asked.to(loss), flag])
 
         def finish() -> Tensor:
+            num_losses = loss.numel()
+            self.stop.note(told[num_losses:-1])
             self._others_wait = bool(told[-1])
-            return told[:-1].view_as(loss)
+            return told[:num_losses].view_as(loss)
 
         return JoinedWork([self._comm.all_reduce(told, check=False, async_op=True)], finish)
 

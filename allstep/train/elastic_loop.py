@@ -122,7 +122,7 @@ class Elastic:
         if membership is None and (launch.launcher != "none" or comm.size > 1):
             membership = loop_membership(launch, comm.timeout_s)
         if membership is not None:
-            self._changes = WorkerChanges(comm, membership, self._state, self._interrupts)
+            self._changes = WorkerChanges(comm, membership, self._state, self._stop)
         self._entered: ExitStack | None = None
         self._has_lock = False  # of the folder, as rank 0
         self._num_epochs: int | None = None  # in `epochs`
@@ -413,14 +413,14 @@ class Elastic:
         Raises:
             PeerLostError, CollectiveTimeoutError: call `lose_workers`.
         """
-        changes, asked = self._changes, self._stop.asked
-        if changes is not None:
+        changes = self._changes
+        if changes is None:
+            self._stop.note(self._stop.asked)
+        else:
             changes.enter(changes.step, changes.place + 1, is_committing=True)
-            told = torch.cat([sums.reshape(-1), asked.to(sums)])
-            told = changes.messages.commit(told).wait()
-            sums, asked = told[: sums.numel()].view_as(sums), told[sums.numel() :]
-            changes.note_committed(json.dumps([sums.tolist(), asked.tolist()]))
-        self._end_batch(asked)
+            sums = changes.messages.commit(sums).wait()
+            changes.note_committed(json.dumps([sums.tolist(), self._stop.agreed.tolist()]))
+        self._end_batch()
         return sums
 
     def lose_workers(self) -> Tensor | None:
@@ -436,12 +436,12 @@ class Elastic:
         text = self._changes.text_of_others()
         if text is None:
             return None
-        sums, asked = (torch.tensor(x, dtype=torch.float64) for x in json.loads(text))
-        self._end_batch(asked)
+        sums, agreed = (torch.tensor(x, dtype=torch.float64) for x in json.loads(text))
+        self._stop.note(agreed)
+        self._end_batch()
         return sums
 
-    def _end_batch(self, asked: Tensor) -> None:
-        self._stop.note(asked)
+    def _end_batch(self) -> None:
         self._is_in_batch, self._is_behind_batch = False, True
 
     def _training(self) -> dict[str, object]:

@@ -27,7 +27,7 @@ from allstep.train.metrics import Logger
 from allstep.train.options import TrainOptions
 from allstep.train.report import RunReport
 from allstep.train.run import Run
-from allstep.train.stop import Interrupts
+from allstep.train.stop import Interrupts, PiggybackedStopAgreement
 from allstep.train.task import Task
 
 
@@ -131,9 +131,10 @@ def fit_elastic(
         while True:
             loop: Loop | None = None
             try:
-                elastic = StepCommit(comm, membership, interrupts)
+                stop = PiggybackedStopAgreement(interrupts)
+                elastic = StepCommit(comm, membership, stop)
                 with closing(Run(task, options, comm, elastic)) as run, _aborted(comm):
-                    loop = _loop(run, options, comm, run_dir, interrupts, loggers)
+                    loop = _loop(run, options, comm, run_dir, interrupts, loggers, stop)
                     loop.run(resume=resume, state=state)
                     report = _report(run, loop, comm, run_dir)
             except (*LOST, WorkersWaitError):
@@ -164,6 +165,7 @@ def _loop(
     run_dir: Path,
     interrupts: Interrupts,
     loggers: Sequence[Logger],
+    agreement: PiggybackedStopAgreement | None = None,
 ) -> Loop:
     best = options.best
     if best is not None:
@@ -182,6 +184,7 @@ def _loop(
         loggers=loggers,
         has_global_losses=run.is_elastic,
         data_axis=run.data_axis,
+        agreement=agreement,
     )
 
 

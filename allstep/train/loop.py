@@ -17,7 +17,7 @@ from allstep.train.progress import Progress
 from allstep.train.report import Meter
 from allstep.train.saver import Saver
 from allstep.train.step import Update
-from allstep.train.stop import Interrupts
+from allstep.train.stop import Interrupts, PiggybackedStopAgreement
 
 
 class Training(Protocol):
@@ -84,6 +84,7 @@ class Loop:
         loggers: get what is logged, on rank 0.
         has_global_losses: whether updates tell the loss of all workers, instead of a part each.
         data_axis: the workers whose losses are of other samples; by default all.
+        agreement: of `Saver`.
 
     Attributes:
         has_begun: whether what it goes on from is loaded.
@@ -108,6 +109,7 @@ class Loop:
         loggers: Sequence[Logger] = (),
         has_global_losses: bool = False,
         data_axis: Communicator | None = None,
+        agreement: PiggybackedStopAgreement | None = None,
     ) -> None:
         self._training = training
         self._has_global_losses = has_global_losses
@@ -121,6 +123,7 @@ class Loop:
             interrupts,
             every_steps=checkpoint_every_steps,
             keep=keep_checkpoints,
+            agreement=agreement,
         )
         self._log = MetricsLog(run_dir, comm, loggers=loggers, keeps_last=has_global_losses)
         self.best = best

@@ -125,28 +125,26 @@ class PiggybackedStopAgreement:
         interrupts: tells that this worker has got a signal.
 
     Attributes:
+        interrupts: as given.
         is_save_due: as of `StopAgreement`.
+        agreed: what all workers together asked in the last message, until it is drained.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
         self.is_save_due = False
-        self._interrupts = interrupts
+        self.interrupts = interrupts
         self._asks_to_save = False
-        self._agreed = torch.zeros(len(SIGNALS) + 1)
+        self.agreed = torch.zeros(len(SIGNALS) + 1)
 
     @property
     def asked(self) -> Tensor:
         """What this worker asks, to be added up over the workers."""
-        requested = self._interrupts.requested
+        requested = self.interrupts.requested
         return torch.tensor([*(requested == number for number in SIGNALS), self._asks_to_save])
 
-    def note(self, asked: Tensor) -> None:
-        """What all workers together ask.
-
-        Args:
-            asked: their sum.
-        """
-        self._agreed = asked
+    def note(self, agreed: Tensor) -> None:
+        """Takes up what all workers ask, the sum over them."""
+        self.agreed = agreed
 
     def __call__(self, signal_number: int | None, *, is_save_due: bool = False) -> int | None:
         """Says whether to ask for a checkpoint; returns a signal that a worker had got."""
@@ -156,8 +154,7 @@ class PiggybackedStopAgreement:
 
     def drain(self) -> int | None:
         """What all were told last, once."""
-        *by_signal, is_save_due = self._agreed.bool().tolist()
-        self.is_save_due = is_save_due
-        self._agreed = torch.zeros_like(self._agreed)
+        *by_signal, self.is_save_due = self.agreed.bool().tolist()
+        self.agreed = torch.zeros_like(self.agreed)
         asked = (n for n, is_asked in zip(SIGNALS, by_signal, strict=True) if is_asked)
         return max(asked, default=None)

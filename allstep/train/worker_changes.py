@@ -28,7 +28,7 @@ from allstep.errors import CheckpointError, DisagreementError, PeerLostError, Us
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.elastic import LOST, StepCommit, admit, tell_who_goes_on
 from allstep.train.loop_state import LoopState
-from allstep.train.stop import Interrupts
+from allstep.train.stop import PiggybackedStopAgreement
 
 PLACES = 1 << 20  # in a step, at most: its start, its batch, its last message, then calls
 
@@ -40,7 +40,7 @@ class WorkerChanges:
         comm: the workers.
         membership: this worker's.
         state: of the loop.
-        interrupts: told what the launcher asks.
+        stop: by which the workers agree to stop.
 
     Attributes:
         step, place: where it is; None before it has begun, or has joined.
@@ -50,11 +50,14 @@ class WorkerChanges:
     """
 
     def __init__(
-        self, comm: Communicator, membership: Membership, state: LoopState, interrupts: Interrupts
+        self,
+        comm: Communicator,
+        membership: Membership,
+        state: LoopState,
+        stop: PiggybackedStopAgreement,
     ) -> None:
         self._comm, self._membership, self._state = comm, membership, state
-        self._interrupts = interrupts
-        self.messages = StepCommit(comm, membership, interrupts)
+        self.messages = StepCommit(comm, membership, stop)
         self.step: int | None = None
         self.place = 0
         self.is_committing = self.has_changed = False
@@ -144,7 +147,7 @@ class WorkerChanges:
         if self._last is not None:
             self._membership.publish(*self._last)
         regroup(self._comm, self._membership, self._progress)
-        self.messages = StepCommit(self._comm, self._membership, self._interrupts)
+        self.messages = StepCommit(self._comm, self._membership, self.messages.stop)
         self.has_changed = True
         newest = max(member.progress for member in self._membership.members)
         if newest < 0:
