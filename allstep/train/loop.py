@@ -183,6 +183,9 @@ class Loop:
                 self.best.take_saved(self._saver.load_best(lambda state: state.get("best")))
             self._note_evaluation()
             self.has_begun = True
+            if state is not None and self._training.step:
+                # Who had to write this step's checkpoint may have been lost before it had.
+                self._saver.after_step(self._training.step)
             self._train()
 
     def state_dict(self) -> dict[str, Any]:

@@ -124,6 +124,17 @@ def test_killed_in(moment: str, tmp_path: Path, undisturbed: Path) -> None:
     check_same(tmp_path, undisturbed)
 
 
+def test_killed_as_it_writes_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    """The others write that of this step in its place."""
+    options = replace(OPTIONS, keep_checkpoints=100)
+    arguments = (tmp_path, {0: ("write_checkpoint", 2)}, None, options)
+    with Workers(2, train, arguments, min_workers=1) as workers:
+        assert ended(workers) == [-signal.SIGKILL, 0], workers.outcomes()
+    check_same(tmp_path, undisturbed)
+    saved = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == sorted({*range(3, NUM_STEPS + 1, 3), NUM_STEPS})
+
+
 def test_killed_as_it_writes_the_best_checkpoint(tmp_path: Path) -> None:
     """The others write it in its place."""
     changes: dict[str, Any] = {"best_metric": "accuracy", "checkpoint_every_steps": 1000}
