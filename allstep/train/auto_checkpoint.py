@@ -96,7 +96,6 @@ class AutoCheckpoint:
         self._loader, self._exchanges = loader, exchanges
         self._comm = self._state.comm
         self._interrupts = Interrupts()
-        self._every_steps = every_steps
         self._saver = Saver(
             self,
             self._comm,
@@ -123,8 +122,7 @@ class AutoCheckpoint:
     def __enter__(self) -> Self:
         if self._entered is not None:
             raise UsageError("An AutoCheckpoint is entered once; make another one.")
-        kept = ("run_dir is None", self._run_dir is None)
-        agree(self._comm, "keep checkpoints", [kept, ("every_steps", self._every_steps)])
+        agree(self._comm, "keep checkpoints", list(self._saver.intervals.items()))
         with ExitStack() as stack:
             stack.enter_context(self._interrupts)
             step = stack.enter_context(self._saver.hold(resume=None))

@@ -103,7 +103,6 @@ class Elastic:
             check_integer("every_steps", every_steps)
         self._loader, self._exchanges, comm = loader, exchanges, exchanges[0].comm
         self._run_dir = None if run_dir is None else Path(run_dir)
-        self._every_steps = every_steps
         self._interrupts = Interrupts()
         self._stop = PiggybackedStopAgreement(self._interrupts)
         self._saver = Saver(
@@ -157,15 +156,11 @@ class Elastic:
 
     def _go_on_from_checkpoint(self, stack: ExitStack) -> None:
         comm = self._state.comm
-        agree(comm, "keep checkpoints", list(self._kept().items()))
+        agree(comm, "keep checkpoints", list(self._saver.intervals.items()))
         step = stack.enter_context(self._saver.hold(resume=None))
         self._has_lock = comm.rank == 0
         if step is not None and comm.rank == 0:
             logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
-
-    def _kept(self) -> dict[str, object]:
-        """What workers must have alike of when checkpoints are written."""
-        return {"run_dir is None": self._run_dir is None, "every_steps": self._every_steps}
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         assert self._entered is not None
@@ -454,7 +449,7 @@ class Elastic:
                 f"model {n}": {**exchange.policy.in_words, **parameters_of(exchange.model)}
                 for n, exchange in enumerate(self._exchanges)
             },
-            "checkpoints": self._kept(),
+            "checkpoints": self._saver.intervals,
             "threads": torch.get_num_threads(),
         }
 

@@ -71,6 +71,15 @@ class Saver:
         self._clock = clock
         self._saved_at_s = clock()  # or when a checkpoint was asked for
 
+    @property
+    def intervals(self) -> dict[str, object]:
+        """When it saves, as all workers must have it alike; by rank 0's clock of several."""
+        return {
+            "run_dir is None": self._run_dir is None,
+            "every_steps": self._every_steps,
+            "every_s is None": self._every_s is None,
+        }
+
     @contextmanager
     def hold(
         self, *, resume: bool | None, state: Mapping[str, Any] | None = None

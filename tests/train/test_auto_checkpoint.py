@@ -631,6 +631,9 @@ def test_workers_with_other_intervals_are_refused(tmp_path: Path) -> None:
         parts = Parts(comm)
         with pytest.raises(DisagreementError, match="every_steps"):
             parts.train(parts.checkpoint(tmp_path, every_steps=1 + comm.rank))
+        by_seconds = 600.0 if comm.rank else None
+        with pytest.raises(DisagreementError, match="every_s is None"):
+            parts.train(parts.checkpoint(tmp_path, every_s=by_seconds))
 
     run_ranks(2, run)
 
