@@ -102,7 +102,8 @@ def power_sum(x: Tensor, norm: Norm) -> float:
         row = x.reshape(-1) if row is None else row
         # Sums in single precision lose digits over many elements, ...
         parts = torch.split(row, _SUM_ELEMENTS) if row.numel() > _SUM_ELEMENTS else (row,)
-        total = sum([torch.dot(part, part).item() for part in parts])
+        # (the last bit of a dot product depends on where in memory its factors begin)
+        total = sum([torch.linalg.vector_norm(part).item() ** 2 for part in parts])
         # ... and squares may overflow, or lose digits on their way to 0.
         return total if 1e-30 < total < math.inf else x.double().square().sum().item()
     order = 1 if norm == "l1" else math.inf

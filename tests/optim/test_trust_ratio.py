@@ -9,8 +9,23 @@ from allstep.optim import (
     LARS,
     TrustRatio,
 )
+from allstep.optim.trust import power_sum
 from tests.helpers.compare import largest_difference
 from tests.optim.table import WAYS, gradients, parameters, set_gradients, train
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_do_not_depend_on_where_in_memory_a_tensor_lies(dtype: torch.dtype) -> None:
+    """Gradients of several workers are views of one vector, where a lone worker's are not."""
+    for num_elements in (7, 25, 60, 300, 4097):
+        values = torch.randn(
+            num_elements, dtype=dtype, generator=torch.Generator().manual_seed(num_elements)
+        )
+        sums = set()
+        for offset in range(16):
+            x = torch.zeros(num_elements + 16, dtype=dtype)[offset:][:num_elements]
+            sums.add(power_sum(x.copy_(values), "l2"))
+        assert len(sums) == 1
 
 
 def test_trust_ratios_are_named_by_parameter_names() -> None:
