@@ -144,7 +144,7 @@ class Elastic:
             raise UsageError("An Elastic is entered once; make another one.")
         changes = self._changes
         with ExitStack() as stack:
-            if changes is None or not changes.joins:
+            if self._run_dir is not None and (changes is None or not changes.joins):
                 self._go_on_from_checkpoint(stack)
             self._entered = stack
             if changes is not None and changes.begin(self._training()):

@@ -93,8 +93,8 @@ def seeded_thread(seed: int, device: torch.device) -> Iterator[None]:
 @pytest.fixture
 def thread_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     """`steps` and loaders seed the thread's own generator."""
-    for name in ("allstep.train.batch", "allstep.train.loop_state", "allstep.train.own_loop"):
-        monkeypatch.setattr(import_module(name), "seed_all", seed_this_thread)
+    for name in ("batch", "elastic_loop", "loop_state", "own_loop"):
+        monkeypatch.setattr(import_module(f"allstep.train.{name}"), "seed_all", seed_this_thread)
 
     def seed_sample(seed: int) -> None:
         seed_all(seed)  # Python's and numpy's, too: ranks fetch one after the other

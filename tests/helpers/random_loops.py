@@ -159,13 +159,19 @@ class Life:
         loop: what is trained.
         model: as it is at the very beginning.
         comm: the workers.
-        run_dir: of the checkpoints.
+        policy: of the exchange.
     """
 
-    def __init__(self, loop: Loop, model: RandomModel, comm: Communicator, run_dir: Path) -> None:
-        self._loop, self._comm, self._run_dir = loop, comm, run_dir
+    def __init__(
+        self,
+        loop: Loop,
+        model: RandomModel,
+        comm: Communicator,
+        policy: allstep.ExchangePolicy,
+    ) -> None:
+        self._loop, self._comm = loop, comm
         self.model = copy.deepcopy(model)
-        self.exchange = allstep.attach(self.model, comm, POLICIES[loop.policy])
+        self.exchange = allstep.attach(self.model, comm, policy)
         self.optimizers = OPTIMIZERS[loop.optimizer](self.model)
         self.samples = Samples(loop.num_samples, has_noise=loop.has_noise)
         shares: Any = [1 + rank % 3 for rank in range(comm.size)]
@@ -187,30 +193,43 @@ class Life:
         ]
         self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
         self.losses: dict[float, float] = {}
+        self.state: dict[str, Any] = {"scaler": self.scaler, "average": self.average}
+        self.state |= {f"optimizer {n}": x for n, x in enumerate(self.optimizers)}
+        self.state |= {f"schedule {n}": x for n, x in enumerate(self.schedules)}
 
-    def train(self, num_epochs: int, crash_at: int | None = None) -> dict[str, Tensor]:
+    def train(
+        self, run_dir: Path, num_epochs: int, crash_at: int | None = None
+    ) -> dict[str, Tensor]:
         """Goes on to the end of so many epochs; returns what has come of it."""
-        state: dict[str, Any] = {"scaler": self.scaler, "average": self.average}
-        state |= {f"optimizer {n}": x for n, x in enumerate(self.optimizers)}
-        state |= {f"schedule {n}": x for n, x in enumerate(self.schedules)}
-        every_steps, num_steps = self._loop.every_steps, 0
+        loader, exchange, every_steps = self.loader, self.exchange, self._loop.every_steps
         with (
-            self.loader,
+            loader,
             allstep.AutoCheckpoint(
-                self._run_dir, self.loader, self.exchange, state=state, every_steps=every_steps
+                run_dir, loader, exchange, state=self.state, every_steps=every_steps
             ) as checkpoint,
         ):
-            for epoch in checkpoint.epochs(num_epochs):
-                self._freeze(epoch)
-                for batch in allstep.steps(self.loader, self.exchange, checkpoint=checkpoint):
-                    self._make_step(batch)
-                    num_steps += 1
-                    if num_steps == crash_at:
-                        raise CrashError
-                    self._update(batch)
-                if self._loop.schedule == "epoch":
-                    self._step_schedules()
-        return self._result()
+            self.run(checkpoint, num_epochs, crash_at, checkpoint=checkpoint)
+        return self.result()
+
+    def run(
+        self,
+        keeper: allstep.AutoCheckpoint | allstep.Elastic,
+        num_epochs: int,
+        crash_at: int | None = None,
+        **of_steps: Any,
+    ) -> None:
+        """Goes on to the end of so many epochs, or to a crash."""
+        num_steps = 0
+        for epoch in keeper.epochs(num_epochs):
+            self._freeze(epoch)
+            for batch in allstep.steps(self.loader, self.exchange, **of_steps):
+                self._make_step(batch)
+                num_steps += 1
+                if num_steps == crash_at:
+                    raise CrashError
+                self._update(batch)
+            if self._loop.schedule == "epoch":
+                self._step_schedules()
 
     def _freeze(self, epoch: int) -> None:
         if self._loop.frozen == "at first":
@@ -262,7 +281,7 @@ class Life:
             optimizer.zero_grad(set_to_none=loop.set_to_none)
         self.scaler.update()
         if loop.has_average:
-            self.exchange.sync_buffers()
+            self._sync_buffers()
             self.average.update_parameters(self.model)
         if loop.schedule == "step":
             self._step_schedules()
@@ -273,16 +292,20 @@ class Life:
         for schedule in self.schedules:
             schedule.step()
 
+    def _sync_buffers(self) -> None:
+        self.exchange.sync_buffers()
+
     def _evaluate(self) -> float:
         def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Any, Any]]:
             x, y = batch
             return {"accuracy": ((model(x)[0].argmax(1) == y).sum(), len(y))}
 
-        self.exchange.sync_buffers()
+        self._sync_buffers()
         evaluate = allstep.Evaluator(metrics, self.samples, self._comm, micro_batch=7)
         return evaluate(self.model)["accuracy"]
 
-    def _result(self) -> dict[str, Tensor]:
+    def result(self) -> dict[str, Tensor]:
+        """All that was trained."""
         for _ in self.exchange.flush():
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -353,8 +376,8 @@ def _live(
     crash_at: int | None = None,
 ) -> list[tuple[dict[float, float], dict[str, Tensor]]]:
     def work(comm: Communicator) -> tuple[dict[float, float], dict[str, Tensor]]:
-        life = Life(loop, model, comm, run_dir)
-        end = life.train(num_epochs, crash_at)
+        life = Life(loop, model, comm, POLICIES[loop.policy])
+        end = life.train(run_dir, num_epochs, crash_at)
         return life.losses, end
 
     return run_ranks(num_workers, work)

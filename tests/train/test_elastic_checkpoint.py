@@ -28,7 +28,7 @@ _NUM_CALLS, _NUM_FIRST_CALLS = 40_000, 3_700
 
 
 def live(
-    run_dir: str,
+    run_dir: str | None,
     dies_at: dict[int, Moment] | None = None,
     moment: tuple[str, int] | None = None,
     number: int = signal.SIGKILL,
@@ -51,7 +51,7 @@ def live(
         gets_signal = kill_at(moment, signal.Signals(number), ranks, comm)
 
         def happens(now: tuple[str, int]) -> None:
-            if now == held_at:
+            if now == held_at and run_dir is not None:
                 hold_until(Path(run_dir) / "goes_on")
             gets_signal(now)
 
@@ -196,16 +196,23 @@ def test_who_joins_writes_them_later(whole: dict[str, Any], tmp_path: Path) -> N
     assert saved_steps(tmp_path) == list(range(2, NUM_STEPS + 1, 2))
 
 
-def test_workers_that_save_at_other_steps(tmp_path: Path) -> None:
-    codes, outcomes = run(2, tmp_path, every_steps=2)
-    assert codes == [0, 0], outcomes
-    with Workers(2, save_at_other_steps, (str(tmp_path / "other"),), min_workers=1) as workers:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("other steps", "`every_steps`"), ("no folder", "call the same verbs in the same order")],
+)
+def test_workers_that_save_otherwise(kind: str, words: str, tmp_path: Path) -> None:
+    with Workers(2, save_otherwise, (kind, str(tmp_path)), min_workers=1) as workers:
         assert ended(workers) == [1, 1]
-        assert "`every_steps`" in workers.outcomes()[0].value
+        for rank in range(2):
+            assert words in workers.outcomes()[rank].value
 
 
-def save_at_other_steps(run_dir: str) -> None:
-    live(run_dir, every_steps=2 + read_launch().rank)
+def save_otherwise(kind: str, run_dir: str | None) -> None:
+    rank = read_launch().rank
+    if kind == "no folder":
+        live(None if rank else run_dir)
+    else:
+        live(run_dir, every_steps=2 + rank)
 
 
 def test_a_state_that_workers_have_each_their_own(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.random_loops import differences, loop_of
+from tests.helpers.simulation.random_training import RandomTraining
+from tests.helpers.simulation.seeds import one_core
 
 
 @pytest.fixture
@@ -41,3 +43,32 @@ def test_some_random_loops(first: int, in_float64: None, tmp_path: Path) -> None
 @pytest.mark.parametrize("first", range(1000, 3000, 100))
 def test_many_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
     check(first, 100, tmp_path)
+
+
+def check_elastic(first: int, num_seeds: int) -> None:
+    """On simulated machines, of which some are lost and others join."""
+    for seed in range(first, first + num_seeds):
+        training = RandomTraining(seed)
+        try:
+            with one_core():
+                training.run()
+        except Exception as error:
+            loop = f"{training.loop}, {training.faults}"
+            raise AssertionError(f"seed {seed}: {error} {training.wrong}; {loop}") from error
+
+
+@pytest.mark.parametrize("seed", range(5, 9))
+def test_random_elastic_loop(seed: int, in_float64: None) -> None:
+    check_elastic(seed, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 150, 10))
+def test_some_random_elastic_loops(first: int, in_float64: None) -> None:
+    check_elastic(first, 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1000, 2000, 50))
+def test_many_random_elastic_loops(first: int, in_float64: None) -> None:
+    check_elastic(first, 50)

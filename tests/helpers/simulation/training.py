@@ -105,7 +105,7 @@ class Simulation:
     def _train(self, process: Process, comm: Communicator, launch: Launch) -> list[Tensor]:
         system = SimulatedSystem(self.network, self._store, process, self._processes)
         membership = loop_membership(launch, _TIMEOUT_S, system)
-        loop = Loop(comm, membership)
+        loop = self._make_loop(comm, membership)
         self._begin(loop, process)
         with loop.elastic:
             self._num_entered += 1
@@ -115,6 +115,9 @@ class Simulation:
             process.is_armed = True
             loop.run(lambda: self._note(membership), lambda step: self._save(loop, process, step))
         return loop.state()
+
+    def _make_loop(self, comm: Communicator, membership: Membership) -> Loop:
+        return Loop(comm, membership)
 
     def _begin(self, loop: Loop, process: Process) -> None:
         """Before a worker trains."""
