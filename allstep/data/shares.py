@@ -35,6 +35,9 @@ class Shares:
         how: "equal"; "measured"; or a number for each worker, in proportion to its speed.
         num_workers: that share.
 
+    Attributes:
+        how, num_workers: as given.
+
     Raises:
         UsageError: if `how` is none of these.
 
@@ -46,7 +49,7 @@ class Shares:
         if not isinstance(how, (str, Iterable)):
             raise UsageError(f"`shares` (={how!r}) must be 'equal', 'measured' or numbers.")
         self.how = how if isinstance(how, str) else tuple(how)
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._seconds: tuple[float, ...] | None = None  # a micro-batch; None if all are alike
         self._reports: deque[tuple[float, ...]] = deque(maxlen=_NUM_REPORTS)
         self._parts = lru_cache(maxsize=16)(self._cut)
@@ -66,12 +69,12 @@ class Shares:
     @property
     def is_measured(self) -> bool:
         """Whether the cut follows the workers' seconds."""
-        return self.how == "measured" and self._num_workers > 1
+        return self.how == "measured" and self.num_workers > 1
 
     @property
     def is_equal(self) -> bool:
         """Whether every worker counts the same, always."""
-        return self.how == "equal" or self._num_workers == 1
+        return self.how == "equal" or self.num_workers == 1
 
     def parts(self, num_micro_batches: int) -> tuple[range, ...]:
         """The micro-batches of each worker, by their index in the global batch."""
@@ -87,7 +90,7 @@ class Shares:
         Returns:
             Whether the cut is another now.
         """
-        is_known = len(seconds) == self._num_workers and all(map(_is_positive, seconds))
+        is_known = len(seconds) == self.num_workers and all(map(_is_positive, seconds))
         if not self.is_measured or not is_known:
             return False
         self._reports.append(tuple(seconds))
@@ -112,7 +115,7 @@ class Shares:
         >>> shares.in_words(4)
         'rank 1 is 2.9x slower: 1 of 4 micro-batches'
         """
-        if self._seconds is None or self._num_workers == 1:
+        if self._seconds is None or self.num_workers == 1:
             return None
         counts = [len(part) for part in self.parts(num_micro_batches)]
         fastest = min(self._seconds)
@@ -128,7 +131,7 @@ class Shares:
         return "; ".join(told) + rest if told else None
 
     def _cut(self, num_micro_batches: int) -> tuple[range, ...]:
-        size = self._num_workers
+        size = self.num_workers
         if self._seconds is None:
             return tuple(local_part(num_micro_batches, rank, size) for rank in range(size))
         counts = _best_cut(num_micro_batches, self._seconds, keeps_one=self.is_measured)

@@ -48,7 +48,8 @@ class Evaluator:
         num_workers: processes per worker that read samples; 0 reads in the worker itself.
         collate_fn: samples -> micro-batch; torch's default when None.
         seed: start of every random state.
-        shares: which part each worker measures, as `loader.shares`; equal ones when None.
+        shares: which part each worker measures, as `loader.shares`, of as many workers; equal ones
+            when None.
 
     Attributes:
         totals: (sum, count) of each metric at the last call.
@@ -90,6 +91,7 @@ class Evaluator:
         check_type("comm", comm, Communicator, "that of `allstep.init()`")
         if not isinstance(shares, Shares | None):
             raise UsageError(f"`shares` (={shares!r}): give `loader.shares`, or None.")
+        _check_shares(shares, comm)
         self.totals: dict[str, tuple[float, float]] = {}
         self._metrics = metrics
         self._comm = comm
@@ -97,7 +99,7 @@ class Evaluator:
             num_workers=num_workers, pin_memory=has_streams(comm.device)
         )
         self._seed = seed
-        self._shares = shares or Shares("equal", comm.size)
+        self._given_shares = shares
         self._fetch = FetchMicroBatch(dataset, derive_seed(seed, _SAMPLE), collate_fn)
         self._cut = _cut(_length(dataset), micro_batch)
         self._dataset, self._arguments = dataset, {"micro_batch": micro_batch, "seed": seed}
@@ -115,11 +117,13 @@ class Evaluator:
             sum / count of each metric, the same on every worker.
 
         Raises:
-            UsageError: if a metric is no pair of numbers.
+            UsageError: if a metric is no pair of numbers, or if the `shares` are of more or fewer
+                workers than there are now.
             DisagreementError: on every worker, if their models, their test sets or the way to cut
                 them, or the metrics' names differ.
         """
         self._comm.activity.enter("evaluation")
+        _check_shares(self._given_shares, self._comm)
         if self._comm.size > 1:
             _check_same_model(self._comm, model)
             self._check_same_data()
@@ -183,6 +187,11 @@ class Evaluator:
                 model.run(())
 
     @property
+    def _shares(self) -> Shares:
+        """Of the workers that there are now."""
+        return self._given_shares or Shares("equal", self._comm.size)
+
+    @property
     def _part(self) -> range:
         """This worker's micro-batches, by their index in the whole set."""
         return self._shares.parts(len(self._cut))[self._comm.rank]
@@ -234,6 +243,14 @@ class _Sums:
                 " or one-element tensors."
             )
         return torch.stack(numbers)
+
+
+def _check_shares(shares: Shares | None, comm: Communicator) -> None:
+    if shares is not None and shares.num_workers != comm.size:
+        raise UsageError(
+            f"`shares` are of {shares.num_workers} workers, and `comm` is of {comm.size}: samples"
+            " would be left out. Give the present `loader.shares` of the same workers, or None."
+        )
 
 
 def _check_same_model(comm: Communicator, model: nn.Module) -> None:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import allstep
 from allstep.comm import Communicator
+from allstep.comm.group import Topology
 from allstep.env import num_cores, without_collector
 from allstep.errors import DisagreementError, UsageError
 from allstep.train.devices import map_tensors, to_device
@@ -295,6 +297,34 @@ def test_evaluator_refuses_wrong_metrics(value: Any, words: str) -> None:
     )
     with pytest.raises(UsageError, match=words):
         evaluator(make_model())
+
+
+def test_shares_of_other_workers_are_refused() -> None:
+    """They would leave out what those who are not there have."""
+    alone = allstep.data.loader(
+        Samples(12), Communicator.single_process(), global_batch=4, micro_batch=2, shares=[1]
+    ).shares
+    with pytest.raises(UsageError, match="`shares` are of 1 workers, and `comm` is of 2"):
+        run_ranks(2, lambda comm: Evaluator(metrics, Samples(9), comm, micro_batch=2, shares=alone))
+
+
+def test_an_evaluator_follows_workers_that_come_and_go() -> None:
+    def measure(comm: Communicator) -> dict[str, Any]:
+        loader = allstep.data.loader(Samples(12), comm, global_batch=6, micro_batch=2)
+        evaluate = Evaluator(metrics, Samples(9), comm, micro_batch=2)
+        shared = Evaluator(metrics, Samples(9), comm, micro_batch=2, shares=loader.shares)
+        left = comm.split(color=0 if comm.rank < 2 else None)
+        if left is None:
+            return {}
+        comm.become(left.wire, Topology.from_nodes([0, 0], left.rank))
+        with pytest.raises(UsageError, match="`shares` are of 3 workers, and `comm` is of 2"):
+            shared(make_model())
+        evaluate(make_model())
+        return evaluate.totals
+
+    alone = Evaluator(metrics, Samples(9), Communicator.single_process(), micro_batch=2)
+    alone(make_model())
+    assert run_ranks(3, measure) == [alone.totals, alone.totals, {}]
 
 
 class Stream(IterableDataset[int]):
