@@ -43,7 +43,7 @@ class StreamLoader(GlobalBatchLoader):
 
     A stream is resumed by reading and throwing away what was consumed of its epoch. A
     replicated one can be resumed on any number of workers; a sharded one, within an epoch, only
-    on the same number with the same batches.
+    on the same number with the same batches, shares and number of loader processes.
 
     An epoch without a global batch is refused, as of a stream that can be read only once.
 
@@ -97,31 +97,40 @@ class StreamLoader(GlobalBatchLoader):
         """Whole passes over the stream so far."""
         return self._epoch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the data stands: `samples` consumed and `steps` made since the start, and more."""
-        return {
+        position = {
             "samples": self._num_samples,
             "steps": self.step,
             "epoch": self._epoch,
             "epoch_samples": self._epoch_samples,
             "epoch_steps": self._epoch_steps,
+        }
+        return position | self._ways()
+
+    def _ways(self) -> dict[str, Any]:
+        """How the stream is read; of a sharded one a position within an epoch depends on it."""
+        parts = self.shares.parts(self.num_micro_batches) if self._is_sharded else ()
+        return {
             "workers": self.comm.size,
             "global_batch": self.global_batch,
+            "shares": [len(part) * self.micro_batch for part in parts],
+            "num_workers": max(1, int(self._processes.num_workers)),  # it may be numpy's
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`; all workers call it.
 
         Raises:
             UsageError: if a key is missing or a value impossible, or if a sharded stream would
-                go on within an epoch with other workers or another global batch.
+                go on within an epoch with other workers, batches, shares or `num_workers`.
         """
-        self._check_state(state, *self.state_dict())
-        if self._is_sharded and state["epoch_steps"]:
-            for name, value in (("workers", self.comm.size), ("global_batch", self.global_batch)):
-                if state[name] != value:
+        self._check_state(state, "samples", "steps", "epoch", "epoch_samples", "epoch_steps")
+        if state["epoch_steps"] and (self._is_sharded or state.get("shares")):
+            for name, value in self._ways().items():
+                if state.get(name) != value:
                     raise UsageError(
-                        f'`state["{name}"]` (={state[name]}) must be {value} to go on within an'
+                        f'`state["{name}"]` (={state.get(name)}) must be {value} to go on within an'
                         " epoch of a sharded stream; resume as it was, or at an epoch's start."
                     )
         self.close()

@@ -411,3 +411,29 @@ def test_sharded_state_of_other_workers() -> None:
     with pytest.raises(UsageError, match=r'`state\["workers"\]` \(=2\) must be 1 to go on within'):
         loader.load_state_dict(state | {"workers": 2})
     loader.load_state_dict(state | {"workers": 2, "epoch_steps": 0, "epoch_samples": 0})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_workers": 2}, r'`state\["num_workers"\]` \(=1\) must be 2 to go on'),
+        ({"micro_batch": 2}, r'`state\["shares"\]` \(=\[4, 8\]\) must be \[6, 6\] to go on'),
+        ({"shares": [2, 1]}, r'`state\["shares"\]` \(=\[4, 8\]\) must be \[8, 4\] to go on'),
+        ({"stream": "replicated"}, r'`state\["shares"\]` \(=\[4, 8\]\) must be \[\] to go on'),
+    ],
+)
+def test_a_shard_is_read_on_as_it_was_read(change: dict[str, Any], message: str) -> None:
+    """Else samples would be read twice, and others not at all."""
+
+    def interrupted(comm: Communicator) -> tuple[Any, Any]:
+        arguments = {"stream": "sharded", "global_batch": 12, "micro_batch": 4}
+        loader = make_loader(comm, SplitStream(40), **arguments)
+        next(loader.global_batches())
+        other = make_loader(comm, SplitStream(40), **arguments | change)
+        with pytest.raises(UsageError, match=message):
+            other.load_state_dict(loader.state_dict())
+        other.load_state_dict(loader.state_dict() | {"epoch_steps": 0, "epoch_samples": 0})
+        return other.state_dict()["epoch"], len(other.state_dict()["shares"])
+
+    is_sharded = "stream" not in change
+    assert run_ranks(2, interrupted) == [(0, 2 * is_sharded)] * 2
