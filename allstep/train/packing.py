@@ -13,6 +13,7 @@ from allstep.nn import DividedTensor
 from allstep.train.pieces import as_stored, is_reserved, name_suffix
 
 _Path = tuple[object, ...]
+_STAND_IN = torch.empty(0)  # of a divided tensor, for the codec
 T = TypeVar("T")
 
 
@@ -28,7 +29,8 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
         and none sharing another's memory; divided ones as they are.
 
     Raises:
-        UsageError: if there is anything else in `state`; the message names its path.
+        UsageError: if there is anything else in `state`; the message names its path. Or if a tensor
+            is in a set, or a key.
 
     >>> data, tensors = pack({"model": {"weight": torch.ones(2)}, "steps": (1, float("inf"))})
     >>> tensors
@@ -40,7 +42,12 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
     unnamed = iter(leaves)
 
     def store(tensor: Tensor) -> str:
-        at, leaf = next(unnamed, ((), tensor))
+        at, leaf = next(unnamed, ((), _STAND_IN))
+        if tensor is not (_STAND_IN if isinstance(leaf, DividedTensor) else leaf):
+            raise UsageError(
+                f"`state` holds a tensor of shape {list(tensor.shape)} in a set, or as a dict's key"
+                ", which a checkpoint cannot store; put it in a list, or take its name as the key."
+            )
         path, suffix = _named(at), name_suffix(leaf.dtype)
         while is_reserved(path, suffix) or path + suffix in tensors:
             path += "'"
@@ -89,7 +96,7 @@ def _by_name(leaves: Iterable[tuple[_Path, Any]], kind: type[T]) -> dict[str, T]
 def _with_stand_ins(state: Any) -> Any:
     """The state with tensors in place of divided ones, for the codec."""
     if isinstance(state, DividedTensor):
-        return torch.empty(0)
+        return _STAND_IN
     if type(state) in DICTS:
         return type(state)({key: _with_stand_ins(value) for key, value in state.items()})
     if type(state) in (list, tuple):

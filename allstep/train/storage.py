@@ -97,8 +97,8 @@ def write_checkpoint(
     Args:
         path: the folder to make.
         state: nested dicts, lists, tuples and sets of None, numbers, texts, bytes, numpy arrays
-            and dense tensors. Where there are divided tensors their other workers call
-            `write_parts`.
+            and dense tensors; these are not in sets, nor keys. Where there are divided tensors
+            their other workers call `write_parts`.
         step: optimizer steps done.
         file_bytes: about as much is in a file, and at once in memory of tensors of others.
         disk: what writes.

@@ -136,6 +136,14 @@ def test_checkpoint_of_sets_tuple_keys_and_deep_nesting(tmp_path: Path) -> None:
     assert _round_trip(tmp_path, state) == state
 
 
+@pytest.mark.parametrize("wrap", [lambda x: {x}, lambda x: {x: 1}, lambda x: {(x, 2): 1}])
+def test_tensors_in_sets_and_keys_are_refused(wrap: Callable[[Tensor], Any]) -> None:
+    """What comes behind them was stored in their place."""
+    state = {"in": wrap(torch.zeros(2)), "behind": torch.ones(3)}
+    with pytest.raises(UsageError, match=r"holds a tensor of shape \[2\] in a set, or as a dict's"):
+        pack(state)
+
+
 def test_dicts_keep_their_class(tmp_path: Path) -> None:
     state = {"counts": Counter({30: 1, 80: 2}), "names": OrderedDict(b=torch.ones(1), a=2)}
 
