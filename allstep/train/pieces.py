@@ -134,6 +134,7 @@ class Selection:
             return view
 
         state = self._decoded(wholes)
+        self._takes_all = select is None
         self._selected = None if select is None else map_tensors(select(state), want)
         if select is None:
             for tensor in wholes.values():
@@ -164,7 +165,7 @@ class Selection:
 
     def state(self) -> Any:
         """The state that is wanted, once all tensors have passed by; on the CPU."""
-        if self._selected is not None:
+        if not self._takes_all:
             return map_tensors(self._selected, lambda view: self._found[id(view)])
         return self._decoded({name: self._found[id(x)] for name, (x,) in self._wanted.items()})
 
@@ -231,10 +232,15 @@ def _base(view: Tensor) -> Tensor:
 def _is_box(view: Tensor) -> bool:
     """Whether it is of the same dims as its base, maybe shorter."""
     base = _base(view)
-    return view.dim() == base.dim() and all(
+    is_even = view.dim() == base.dim() and all(
         length < 2 or stride == of_base
         for length, stride, of_base in zip(view.shape, view.stride(), base.stride(), strict=True)
     )
+    if not (is_even and view.numel()):
+        return is_even
+    # [n, 1] and its transpose have equal strides.
+    ends = zip(_window_of(view).stop, base.shape, strict=True)
+    return all(stop <= of_base for stop, of_base in ends)
 
 
 def _window_of(view: Tensor) -> Window:

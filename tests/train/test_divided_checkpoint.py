@@ -152,6 +152,25 @@ def test_what_is_selected_must_be_a_part(tmp_path, select):
     assert checkpoints.load_latest(lambda state: state["x"][1:, :2])[1].shape == (3, 2)
 
 
+def test_a_column_that_is_made_a_row_is_no_part(tmp_path):
+    """Its strides are those of the column."""
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    checkpoints.save(1, {"column": torch.ones(4, 1), "row": torch.ones(1, 4)})
+    for change in (Tensor.t, lambda x: x.reshape(x.shape[::-1])):
+        for name in ("column", "row"):
+            with pytest.raises(UsageError, match="that is no part, by slices"):
+                checkpoints.load_latest(lambda state, f=change, name=name: f(state[name]))
+    for name, expected in {"column": (2, 1), "row": (0, 4)}.items():
+        part = checkpoints.load_latest(lambda state, name=name: state[name][1:3])[1]
+        assert torch.equal(part, torch.ones(expected))
+
+
+def test_nothing_may_be_selected(tmp_path):
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    checkpoints.save(1, {"x": torch.ones(4, 3)})
+    assert checkpoints.load_latest(lambda state: None) == (1, None)
+
+
 def test_divided_tensor_in_two_dims_with_a_worker_that_has_none(tmp_path):
     x = torch.arange(24.0).view(4, 6)
     windows = [Window((0, 0), (4, 2)), None, Window((0, 2), (1, 6)), Window((1, 2), (4, 6))]
