@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 
@@ -37,8 +45,18 @@ def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> An
 def begin_epoch(dataset: Dataset[Any], seed: int, epoch: int, *salt: int) -> None:
     """Tells a data set that shuffles itself the epoch; what it draws follows from that."""
     seed_all(derive_seed(seed, epoch, -1, *salt))
+    _tell_epoch(dataset, epoch)
+
+
+def _tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
+    """Also those that torch's wrappers hold, which have no `set_epoch`."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
+    elif isinstance(dataset, Subset):
+        _tell_epoch(dataset.dataset, epoch)
+    elif isinstance(dataset, (ConcatDataset, ChainDataset)):
+        for part in dataset.datasets:
+            _tell_epoch(part, epoch)
 
 
 class FetchMicroBatch(Dataset[Any]):
@@ -66,6 +84,10 @@ class FetchMicroBatch(Dataset[Any]):
         self._tensors = tensors_of(dataset) if collate_fn is None else None
         self._tells_epoch = tells_epoch
         self._told_epoch: int | None = None  # of this process's copy of the data set
+
+    def forget_epoch(self) -> None:
+        """Has the data set told the epoch at the next sample, whatever it was told before."""
+        self._told_epoch = None
 
     def __getitem__(self, key: Key) -> Any:
         epoch, indices = key

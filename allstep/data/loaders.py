@@ -44,8 +44,9 @@ def loader(
     sample), so that random transforms draw the same on any number of workers and processes.
 
     Args:
-        dataset: map-style, or an IterableDataset (a stream). If it has `set_epoch`, that is called
-            as each epoch begins, in each process that reads; else it must stay as it is.
+        dataset: map-style, or an IterableDataset (a stream). If it has `set_epoch`, or what torch's
+            Subset, ConcatDataset or ChainDataset hold has, that is called as each epoch begins, in
+            each process that reads; else it must stay as it is.
         comm: the workers that share the data.
         global_batch: samples of one optimizer step, over all workers.
         micro_batch: samples that go through the model at once; divides `global_batch`.
@@ -115,7 +116,7 @@ def loader(
     )
     if not isinstance(dataset, IterableDataset):
         made = MapLoader(dataset, comm, cutting, shuffle=shuffle is None or shuffle)
-        check_same_samples(comm, "make a loader", dataset, processes, seed)
+        check_same_samples(comm, "make a loader", dataset, processes, seed, tells_epoch=True)
         return made
     if cut.is_measured:
         raise UsageError(

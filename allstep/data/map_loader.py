@@ -64,7 +64,8 @@ class MapLoader(GlobalBatchLoader):
 
     def first_samples(self) -> list[tuple[str, str]]:
         """Name -> what it holds, in a word, of samples that workers compare."""
-        return first_samples(self._dataset, self._processes, self.seed)
+        self._fetch.forget_epoch()
+        return first_samples(self._dataset, self._processes, self.seed, tells_epoch=True)
 
     def state_dict(self) -> dict[str, int]:
         """Where the data stands: `samples` consumed and `steps` made since the start."""

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree, digest, digest_bytes
-from allstep.data.fetch import RANDOM_STATE_LOCK, fetch_sample, tensors_of
+from allstep.data.fetch import RANDOM_STATE_LOCK, begin_epoch, fetch_sample, tensors_of
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import preserved_random_state
 
@@ -48,11 +48,21 @@ def check_same_samples(
     dataset: Dataset[Any],
     processes: LoaderProcesses,
     seed: int,
+    *,
+    tells_epoch: bool = False,
 ) -> None:
     """Checks that the first samples are the same. Collective.
 
     A stream's samples can be read only once, so they aren't looked at. One of the loader's
     processes reads them, for what a data set opens belongs to it.
+
+    Args:
+        comm: the workers.
+        action: what they are about to do.
+        dataset: of this worker.
+        processes: which read it.
+        seed: of the samples' random states.
+        tells_epoch: whether it is told that the first epoch begins.
 
     Raises:
         DisagreementError: names the samples that differ and the ranks; not on a worker that can't
@@ -60,10 +70,11 @@ def check_same_samples(
     """
     if comm.size == 1 or not _is_map_style(dataset):
         return
-    first, error = _read(dataset, processes, seed)
+    contents = _Contents(dataset, seed, tells_epoch)
+    first, error = _read(contents, processes)
     if error is None and len(set(agree(comm, action, told=digest_bytes(first)))) == 1:
         return
-    again = first if error is not None else _read(dataset, processes, seed)[0]
+    again = first if error is not None else _read(contents, processes)[0]
     details = _read_twice(first, again)
     try:
         if error is not None:
@@ -75,7 +86,7 @@ def check_same_samples(
 
 
 def first_samples(
-    dataset: Dataset[Any], processes: LoaderProcesses, seed: int
+    dataset: Dataset[Any], processes: LoaderProcesses, seed: int, *, tells_epoch: bool
 ) -> list[tuple[str, str]]:
     """What `check_same_samples` compares, of this worker alone; nothing of a stream.
 
@@ -83,7 +94,7 @@ def first_samples(
     """
     if not _is_map_style(dataset):
         return []
-    found, error = _read(dataset, processes, seed, num_times=2)
+    found, error = _read(_Contents(dataset, seed, tells_epoch), processes, num_times=2)
     if error is not None:
         raise error
     return _read_twice(found[: len(found) // 2], found[len(found) // 2 :])
@@ -99,14 +110,14 @@ def _read_twice(
 
 
 def _read(
-    dataset: Dataset[Any], processes: LoaderProcesses, seed: int, num_times: int = 1
+    contents: "_Contents", processes: LoaderProcesses, num_times: int = 1
 ) -> tuple[list[tuple[str, str]], Exception | None]:
     """The contents of the first samples, in a word each, and why there are no more."""
-    in_memory = tensors_of(dataset) is not None
+    in_memory = tensors_of(contents.dataset) is not None
     one = LoaderProcesses() if in_memory else processes.single()
-    indices = [*range(min(_NUM_SAMPLES, len(dataset)))] * num_times  # type: ignore[arg-type]
+    indices = [*range(min(_NUM_SAMPLES, len(contents)))] * num_times
     found: list[tuple[str, str]] = []
-    items = one.start(_Contents(dataset, seed), indices, seed=seed)
+    items = one.start(contents, indices, seed=contents.seed)
     try:
         for index, content in zip(indices, items, strict=True):
             found.append((f"dataset[{index}]", f"content {content % (1 << 28):07x}"))
@@ -123,10 +134,14 @@ def _is_map_style(dataset: Dataset[Any]) -> bool:
 
 
 class _Contents(Dataset[int]):
-    """A number that stands for what a sample holds."""
+    """A number that stands for what a sample holds, in the first epoch."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: Dataset[Any], seed: int, tells_epoch: bool) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._must_tell_epoch = tells_epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> int:
         if get_worker_info() is not None:
@@ -135,7 +150,10 @@ class _Contents(Dataset[int]):
             return self._read(index)
 
     def _read(self, index: int) -> int:
-        return digest(_plain(fetch_sample(self._dataset, self._seed, 0, index)))
+        if self._must_tell_epoch:
+            begin_epoch(self.dataset, self.seed, 0)
+            self._must_tell_epoch = False
+        return digest(_plain(fetch_sample(self.dataset, self.seed, 0, index)))
 
 
 def _plain(value: Any) -> Any:

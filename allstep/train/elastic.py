@@ -267,18 +267,22 @@ def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
         "parameters": parameters_of(task.model),
         "trained": {name: p.requires_grad for name, p in task.model.named_parameters()},
         **{
-            f"stages[{n}].{name}": _in_words(getattr(stage, name), options)
+            f"stages[{n}].{name}": _in_words(
+                getattr(stage, name), options, tells_epoch=name == "train_set"
+            )
             for n, stage in enumerate(all_stages(task, options))
             for name in ("train_set", "test_set")
         },
     }
 
 
-def _in_words(dataset: Dataset[Any], options: TrainOptions) -> tuple[object, object]:
+def _in_words(
+    dataset: Dataset[Any], options: TrainOptions, *, tells_epoch: bool
+) -> tuple[object, object]:
     """Length of a data set, and what its first samples hold."""
     processes = LoaderProcesses(num_workers=options.loader_workers)
     length = getattr(dataset, "__len__", lambda: "?")()
-    return length, first_samples(dataset, processes, options.seed)
+    return length, first_samples(dataset, processes, options.seed, tells_epoch=tells_epoch)
 
 
 def parameters_of(model: nn.Module) -> dict[str, tuple[int, list[int], str]]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 import allstep
 from allstep import Communicator
@@ -107,6 +107,26 @@ def test_a_data_set_is_told_the_epoch(num_workers: int) -> None:
     assert all(map(equal, found, whole))
     loader.load_state_dict({"samples": NUM_SAMPLES, "steps": 3})
     assert all(map(equal, read(loader, 1, 2), whole[1:]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_data_set_within_others_is_told_the_epoch(size: int, num_workers: int) -> None:
+    """Also before the samples are read that workers compare."""
+
+    def read(comm: Communicator) -> tuple[Content, ...]:
+        part = allstep.data.subset(Shuffling(NUM_SAMPLES), share=0.5, seed=1)
+        dataset = ConcatDataset([Subset(Shuffling(NUM_SAMPLES), range(3)), part])
+        with make_loader(comm, dataset, num_workers=num_workers) as loader:
+            assert loader.first_samples() == loader.first_samples()
+            first = contents(loader)
+            assert loader.first_samples() == loader.first_samples()
+            return first, contents(loader)
+
+    for epoch, parts in enumerate(zip(*run_ranks(size, read), strict=True)):
+        seen = samples(union(list(parts)))
+        assert len(seen) == 3 + 11
+        assert {index // 100 for index in seen} == {epoch}
 
 
 class Unseeded(Dataset[tuple[Tensor, int]]):
