@@ -4,11 +4,11 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from allstep.data.folders import file_names
 from allstep.errors import DataError, UsageError
 
 __all__ = [
@@ -153,6 +154,7 @@ def find_images(folder: Path) -> ListedImages:
 
     Args:
         folder: `folder/<class>/**/*.jpg` and other formats; the classes are in alphabetical order.
+            Links to folders are followed.
 
     Raises:
         UsageError: if the folder is missing, has no classes, one of them has no pictures, or a
@@ -162,7 +164,8 @@ def find_images(folder: Path) -> ListedImages:
     names: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(_find_names(folder, name), key=lambda name: name.split("/"))
+        found = [file for file in file_names(folder, name) if _is_image(file)]
+        found.sort(key=lambda file: file.split("/"))
         if not found:
             raise UsageError(
                 f"`folder` (={folder}): class `{name}` has no pictures"
@@ -174,21 +177,8 @@ def find_images(folder: Path) -> ListedImages:
     return ListedImages(folder, classes, encoded, np.array(labels))
 
 
-def _find_names(folder: Path, name: str) -> Iterator[str]:
-    """The pictures in a sub-folder and those below it, by their names below the folder."""
-
-    def refuse(error: OSError) -> NoReturn:
-        raise UsageError(
-            f"`folder` (={folder}): {error.filename} can't be read ({error.strerror}); make it"
-            " readable or remove it."
-        ) from None
-
-    start = os.path.join(folder, "")
-    for path, _, files in os.walk(start + name, onerror=refuse):
-        below = path.removeprefix(start)
-        yield from (
-            f"{below}/{file}" for file in files if os.path.splitext(file)[1].lower() in _SUFFIXES
-        )
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in _SUFFIXES
 
 
 def find_shards(folder: Path) -> list[Path]:

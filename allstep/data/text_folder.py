@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from allstep.data.folders import file_names
 from allstep.errors import DataError, UsageError, check_integer
 
 __all__ = [
@@ -35,14 +36,21 @@ _NUM_SPECIAL = 2  # the two highest tokens: the end of a text, and what hides a 
 
 
 def find_texts(folder: Path) -> list[Path]:
-    """The files `folder/**/*.txt` in the order of their paths.
+    """The files `folder/**/*.txt` in the order of their paths; links are followed.
 
     Raises:
-        UsageError: if the folder is missing or has no such file.
+        UsageError: if the folder is missing or has no such file, or if a folder can't be read or a
+            link leads nowhere.
     """
     if not folder.is_dir():
         raise UsageError(f"`folder` (={folder}) is no folder; give one with .txt files in it.")
-    paths = sorted(path for path in folder.rglob("*.txt") if path.is_file())
+    paths = sorted(folder / name for name in file_names(folder) if name.endswith(".txt"))
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(
+                f"`folder` (={folder}): {path} is no file, or a link that leads nowhere; repair or"
+                " remove it."
+            )
     if not paths:
         raise UsageError(f"`folder` (={folder}) has no .txt files in it; put some there.")
     return paths

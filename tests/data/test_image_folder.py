@@ -154,6 +154,29 @@ def test_find_images(tmp_path: Path) -> None:
     assert [some.name(index) for index in range(len(some))] == ["b/deep/1.png", "a/1.jpeg"]
 
 
+def test_images_behind_links_are_found(tmp_path: Path) -> None:
+    for name in ("other/1.png", "other/deep/2.png", "data/a/3.png", "data/b/4.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "data" / "a" / "more").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "c").symlink_to(tmp_path / "other" / "deep")
+    images = find_images(tmp_path / "data")
+    assert [images.name(index) for index in range(len(images))] == [
+        *("a/3.png", "a/more/1.png", "a/more/deep/2.png", "b/4.png", "c/2.png")
+    ]
+
+
+@pytest.mark.parametrize("target", ["a", "a/deep", ".", "b"])
+def test_links_in_a_circle_are_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "deep" / "1.png").touch()
+    (tmp_path / "b" / "back").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "deep" / "on").symlink_to(tmp_path / target)
+    with pytest.raises(UsageError, match=r"the link .* leads to a folder that it is in"):
+        find_images(tmp_path)
+
+
 def test_images_are_in_the_order_of_their_paths(tmp_path: Path) -> None:
     names = ["a/b-c.png", "a/b/1.png", "a/b/ü.png", "a/b.c/2.png", "a b/3.png"]
     for name in names:

@@ -38,6 +38,18 @@ class TestFiles:
         found = [path.relative_to(tmp_path).as_posix() for path in find_texts(tmp_path)]
         assert found == ["a/z.txt", "b.txt", "c.txt/inner.txt"]
 
+    def test_found_behind_links(self, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "other" / "a.txt").touch()
+        (tmp_path / "texts" / "b.txt").touch()
+        (tmp_path / "texts" / "more").symlink_to(tmp_path / "other")
+        found = [path.relative_to(tmp_path).as_posix() for path in find_texts(tmp_path / "texts")]
+        assert found == ["texts/b.txt", "texts/more/a.txt"]
+        (tmp_path / "texts" / "c.txt").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(UsageError, match=r"c\.txt is no file, or a link that leads nowhere"):
+            find_texts(tmp_path / "texts")
+
     def test_wrong_folders(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"`folder` \(=.*nowhere\) is no folder"):
             find_texts(tmp_path / "nowhere")
