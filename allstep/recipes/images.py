@@ -19,6 +19,8 @@ _Images = TypeVar(
     "_Images", "allstep.data.image_folder.ListedImages", "allstep.data.image_shards.ImageShards"
 )
 
+_PARTS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Images(Recipe):
@@ -82,7 +84,10 @@ class Images(Recipe):
         if any(has_shards):
             self.need_package("datasets", "allstep[shards]")
         else:
-            self._check_same(*map(allstep.data.image_folder.find_classes, folders))
+            classes = [allstep.data.image_folder.find_classes(folder) for folder in folders]
+            if len(folders) == 1:
+                self._check_no_parts(classes[0])
+            self._check_same(*classes)
 
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's pictures."""
@@ -148,6 +153,16 @@ class Images(Recipe):
                 " folders train/ and val/."
             )
         return [images.select(train), images.select(test)]
+
+    def _check_no_parts(self, classes: Sequence[str]) -> None:
+        """Refuses train/ and test/, say, for classes: a model would learn to tell these apart."""
+        if _PARTS.issuperset(classes):
+            largest = next((name for name in classes if name.startswith("train")), classes[0])
+            raise UsageError(
+                f"`folder` (={self.folder}) has {', '.join(classes)} in it, which are taken for"
+                " classes where there are no train/ and val/. Name them so, or give the one that"
+                f" has the classes, as {self.folder / largest}, of which part is held out."
+            )
 
     def _check_same(self, classes: Sequence[str], others: Sequence[str] | None = None) -> None:
         """Refuses a val/ with other classes than train/ has."""

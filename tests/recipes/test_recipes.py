@@ -1,6 +1,7 @@
 """The recipes as a user meets them: what they need, what they refuse, that they learn."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,19 @@ def test_images_with_train_and_val_folders(tmp_path: Path) -> None:
         small_images(tmp_path).check()
     (tmp_path / "train" / "b").rename(tmp_path / "train" / "c")
     small_images(tmp_path).check()
+
+
+@pytest.mark.parametrize("parts", [("train",), ("test", "train"), ("training", "valid")])
+def test_images_refuses_parts_for_classes(pictures: Path, parts: tuple[str, ...]) -> None:
+    """A model would learn to tell the training set from the test set."""
+    small_images(pictures).check()
+    for part in parts:
+        shutil.copytree(pictures / "dark", pictures / "both" / part / "dark")
+        shutil.copytree(pictures / "bright", pictures / "both" / part / "bright")
+    with pytest.raises(UsageError, match=f"has {', '.join(parts)} in it, which are taken for"):
+        small_images(pictures / "both").check()
+    shutil.copytree(pictures / "both" / parts[0] / "dark", pictures / "both" / "plane")
+    small_images(pictures / "both").check()  # of vehicles
 
 
 @pytest.mark.parametrize(
