@@ -1,6 +1,7 @@
 """Any folder of pictures with a sub-folder for each class, and a ResNet."""
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -201,5 +202,5 @@ class _Readable(Classifier):
 
 def _score(name: str) -> float:
     """A number in [0, 1) that belongs to a name, whatever else is in the folder."""
-    digest = blake2b(name.encode(), digest_size=8).digest()
+    digest = blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

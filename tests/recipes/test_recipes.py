@@ -1,6 +1,7 @@
 """The recipes as a user meets them: what they need, what they refuse, that they learn."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,17 @@ def test_images_with_train_and_val_folders(tmp_path: Path) -> None:
         small_images(tmp_path).check()
     (tmp_path / "train" / "b").rename(tmp_path / "train" / "c")
     small_images(tmp_path).check()
+
+
+def test_images_whose_names_are_no_text(pictures: Path) -> None:
+    """As on disks of the time before UTF-8."""
+    (pictures / "dark" / "0.jpg").rename(pictures / "dark" / os.fsdecode(b"\xe9.jpg"))
+    (pictures / "dark").rename(pictures / os.fsdecode(b"d\xfcster"))
+    recipe = small_images(pictures)
+    recipe.check()
+    task = recipe.build(Communicator.single_process())
+    images = [part[index] for part in (task.train_set, task.test_set) for index in range(len(part))]  # type: ignore[arg-type]
+    assert sorted(label for _, label in images) == [0] * 24 + [1] * 24
 
 
 @pytest.mark.parametrize("parts", [("train",), ("test", "train"), ("training", "valid")])
