@@ -81,6 +81,6 @@ class ImageShards:
     def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
         number = self._indices[index]
         row = self._rows[number]
-        image = row[self._image]
+        image = row[self._image] or {"path": None, "bytes": b""}  # which no reader takes
         name = f"{self._folder}: picture {number} ({image['path'] or 'without a name'})"
         return EncodedImage(name, image["bytes"]), self._numbers[row[self._label]]

@@ -163,3 +163,20 @@ def test_a_damaged_picture_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"shards: picture 4 \(004.png\) can't be read"):
         images[4]
     assert images[5][0].shape == (3, 8, 8)
+
+
+def test_a_missing_picture_is_named_or_skipped(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "shards").mkdir()
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    pictures = [{"bytes": buffer.getvalue(), "path": None}, None]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = datasets.Dataset.from_dict({"image": pictures, "label": [1, 2]}, features=features)
+    rows.to_parquet(tmp_path / "shards" / "all.parquet")
+    shards = allstep.data.image_shards.ImageShards(find_shards(tmp_path / "shards"))
+    with pytest.raises(DataError, match=r"picture 1 \(without a name\) can't be read as a picture"):
+        ImageFolder(shards, size=8, crop=center_crop)[1]
+    skipping = ImageFolder(shards, size=8, crop=center_crop, on_bad_image="skip")
+    assert [skipping[index][1] for index in range(2)] == [0, -1]
