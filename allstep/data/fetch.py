@@ -1,6 +1,6 @@
 """Samples to micro-batches, each sample with a random state of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from threading import Lock
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
     Dataset,
+    IterableDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -19,6 +20,7 @@ from torch.utils.data import (
 )
 
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
 Key = tuple[int, Sequence[int] | NDArray[np.int64]]  # (epoch, indices of samples)
@@ -26,6 +28,20 @@ Key = tuple[int, Sequence[int] | NDArray[np.int64]]  # (epoch, indices of sample
 # The random states belong to the process: workers that are its threads take turns with them.
 # A loader's process never waits for it, as it may have been copied from the parent locked.
 RANDOM_STATE_LOCK = Lock()
+
+
+def is_map_style(dataset: object) -> bool:
+    """Whether samples can be read by their index; of a stream or a torch DataLoader they can't."""
+    is_stream = isinstance(dataset, IterableDataset)
+    return isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not is_stream
+
+
+def not_map_style(dataset: object) -> UsageError:
+    """The error for such a data set where one that is map-style is needed."""
+    return UsageError(
+        f"`dataset` (a {type(dataset).__name__}) has no length or can't be indexed; give a"
+        " map-style set, not a stream or a DataLoader."
+    )
 
 
 def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> Any:

@@ -6,18 +6,24 @@ and the contents of the first samples. Samples that differ are read again, for t
 reads differently the second time, as by a random generator of its own, say nothing.
 """
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree, digest, digest_bytes
-from allstep.data.fetch import RANDOM_STATE_LOCK, begin_epoch, fetch_sample, tensors_of
+from allstep.data.fetch import (
+    RANDOM_STATE_LOCK,
+    begin_epoch,
+    fetch_sample,
+    is_map_style,
+    tensors_of,
+)
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import preserved_random_state
 
@@ -36,7 +42,7 @@ def check_same_arguments(
         DisagreementError: names the arguments that differ, their values and the ranks.
     """
     if comm.size > 1:
-        length = len(dataset) if _is_map_style(dataset) else "not known"  # type: ignore[arg-type]
+        length = len(dataset) if is_map_style(dataset) else "not known"  # type: ignore[arg-type]
         details = [("len(dataset)", length), *((name, repr(x)) for name, x in arguments.items())]
         with comm.announced.call(action):
             agree(comm, action, details, cure=_CURE)
@@ -68,7 +74,7 @@ def check_same_samples(
         DisagreementError: names the samples that differ and the ranks; not on a worker that can't
             read one, which raises its own error.
     """
-    if comm.size == 1 or not _is_map_style(dataset):
+    if comm.size == 1 or not is_map_style(dataset):
         return
     contents = _Contents(dataset, seed, tells_epoch)
     first, error = _read(contents, processes)
@@ -92,7 +98,7 @@ def first_samples(
 
     An exception of the data set is raised.
     """
-    if not _is_map_style(dataset):
+    if not is_map_style(dataset):
         return []
     found, error = _read(_Contents(dataset, seed, tells_epoch), processes, num_times=2)
     if error is not None:
@@ -127,10 +133,6 @@ def _read(
     finally:
         items.close()
     return found, None
-
-
-def _is_map_style(dataset: Dataset[Any]) -> bool:
-    return isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)
 
 
 class _Contents(Dataset[int]):

@@ -1,6 +1,5 @@
 """A data set split over the workers, for loops that don't use global batches."""
 
-from collections.abc import Sized
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from allstep.comm import Communicator
+from allstep.data.fetch import is_map_style, not_map_style
 from allstep.data.random import derive_permutation
 from allstep.errors import UsageError
 
@@ -37,7 +37,7 @@ def split(
         A part; lengths differ by at most one. With `root` it is held in memory.
 
     Raises:
-        UsageError: if the data set is empty or has no length, or `root` is no rank.
+        UsageError: if the data set is empty or not map-style, or `root` is no rank.
 
     >>> len(split(range(10), Communicator.single_process()))
     10
@@ -76,14 +76,12 @@ def _unpacked(packed: dict[str, Any]) -> Dataset[Any]:
 
 
 def _length(dataset: Dataset[Any] | None) -> int | None:
-    return len(dataset) if isinstance(dataset, Sized) else None
+    return len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
 
 
 def _check_length(num_samples: int | None, dataset: object) -> int:
     if num_samples is None:
-        raise UsageError(
-            f"`dataset` (a {type(dataset).__name__}) has no length; give a map-style set."
-        )
+        raise not_map_style(dataset)
     if num_samples == 0:
         raise UsageError("`dataset` is empty: there is nothing to split.")
     return num_samples

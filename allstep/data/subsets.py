@@ -1,12 +1,12 @@
 """A share of a data set, for trainings on less of it."""
 
-from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
+from allstep.data.fetch import is_map_style, not_map_style
 from allstep.data.random import derive_permutation
-from allstep.errors import UsageError, check_share
+from allstep.errors import check_share
 
 _NO_EPOCH = -1  # (seed, 0), (seed, 1), ... are the orders of the epochs
 
@@ -25,20 +25,18 @@ def subset(dataset: Dataset[Any], share: float, *, seed: int = 0) -> Dataset[Any
         What `allstep.data.loader` takes on any number of workers.
 
     Raises:
-        UsageError: if `share` is out of range, or the data set has no length.
+        UsageError: if `share` is out of range, or the data set is not map-style.
 
     >>> half, quarter = (subset(range(8), share) for share in (0.5, 0.25))
     >>> list(half), list(quarter)
     ([0, 7, 4, 3], [0, 7])
     """
     check_share("share", share, "(0, 1]", "1 is all of the data set")
-    if not isinstance(dataset, Sized):
-        raise UsageError(
-            f"`dataset` (a {type(dataset).__name__}) has no length; give a map-style set."
-        )
+    if not is_map_style(dataset):
+        raise not_map_style(dataset)
     if share == 1:
         return dataset
-    num_samples = len(dataset)
+    num_samples = len(dataset)  # type: ignore[arg-type]
     order = derive_permutation(num_samples, seed, _NO_EPOCH)
     return Subset(dataset, order[: subset_size(num_samples, share)].tolist())
 

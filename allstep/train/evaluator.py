@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from allstep.comm import Communicator, divided_prefixes
 from allstep.comm.agreement import agree
 from allstep.comm.reproducible import digits_of, sum_of_digits
-from allstep.data.fetch import FetchMicroBatch
+from allstep.data.fetch import FetchMicroBatch, is_map_style, not_map_style
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.same_data import check_same_arguments, check_same_samples
@@ -55,7 +55,7 @@ class Evaluator:
         totals: (sum, count) of each metric at the last call.
 
     Raises:
-        UsageError: if the test set is empty or has no length, a number is out of range, or an
+        UsageError: if the test set is empty or not map-style, a number is out of range, or an
             argument is of a wrong kind.
 
     >>> from torch.utils.data import TensorDataset
@@ -299,13 +299,9 @@ def _quoted(names: list[str]) -> str:
 
 
 def _length(dataset: Dataset[Any]) -> int:
-    try:
-        num_samples = len(dataset)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise UsageError(
-            f"`dataset` (a {type(dataset).__name__}) has no length; the evaluator needs a "
-            "map-style data set, so that each sample is counted once."
-        ) from error
+    if not is_map_style(dataset):
+        raise not_map_style(dataset)
+    num_samples = len(dataset)  # type: ignore[arg-type]
     if num_samples == 0:
         raise UsageError("`dataset` is empty; give the evaluator at least one sample.")
     return num_samples

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import allstep
 from allstep import Communicator
@@ -71,6 +71,7 @@ def test_tensors_from_one_worker_stay_tensors() -> None:
     [
         (range(0), {}, r"`dataset` is empty"),
         (iter([1]), {}, r"`dataset` \(a list_iterator\) has no length"),
+        (DataLoader([1]), {}, r"`dataset` \(a DataLoader\) has no length or can't be indexed"),
         (range(3), {"root": 2}, r"`root` \(=2\) must be a rank, 0 to 1"),
         (range(3), {"root": -1}, r"`root` \(=-1\) must be a rank"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import allstep
 from allstep import Communicator, UsageError
@@ -55,8 +56,9 @@ def test_shares_out_of_range_are_refused(share: float) -> None:
 
 
 def test_a_stream_has_no_share() -> None:
-    with pytest.raises(UsageError, match="has no length; give a map-style set"):
-        subset(iter([1]), 0.5)  # type: ignore[arg-type]
+    for unfit in (iter([1]), DataLoader([1])):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="has no length or can't be indexed; give a map-style"):
+            subset(unfit, 0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0])

@@ -332,6 +332,11 @@ class Stream(IterableDataset[int]):
         return iter([1])
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 1
+
+
 def test_evaluator_refuses_wrong_arguments() -> None:
     comm = Communicator.single_process()
     with pytest.raises(UsageError, match=r"`micro_batch` \(=0\)"):
@@ -344,8 +349,9 @@ def test_evaluator_refuses_wrong_arguments() -> None:
             Evaluator(dataset=Samples(3), comm=comm, **arguments)
     with pytest.raises(UsageError, match="`dataset` is empty"):
         Evaluator(metrics, Samples(0), comm, micro_batch=1)
-    with pytest.raises(UsageError, match=r"Stream.* has no length"):
-        Evaluator(metrics, Stream(), comm, micro_batch=1)
+    for unfit in (Stream(), SizedStream(), DataLoader(Samples(3)), {1, 2}):
+        with pytest.raises(UsageError, match=r"`dataset` \(a \w+\) .* can't be indexed"):
+            Evaluator(metrics, unfit, comm, micro_batch=1)  # type: ignore[arg-type]
 
 
 def test_to_device_of_nested_data() -> None:
