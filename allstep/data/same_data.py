@@ -32,7 +32,7 @@ _CURE = "Give all workers the same data set, in the same order, and the same arg
 
 
 def check_same_arguments(
-    comm: Communicator, action: str, dataset: Dataset[Any], arguments: Mapping[str, object]
+    comm: Communicator, action: str, dataset: Dataset[Any] | None, arguments: Mapping[str, object]
 ) -> None:
     """Checks that all workers cut data sets of one length in the same way. Collective.
 

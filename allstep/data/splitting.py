@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from allstep.comm import Communicator
 from allstep.data.fetch import is_map_style, not_map_style
 from allstep.data.random import derive_permutation
+from allstep.data.same_data import check_same_arguments
 from allstep.errors import UsageError
 
 
@@ -22,7 +23,7 @@ def split(
     equal_length: bool = False,
     root: int | None = None,
 ) -> Dataset[Any]:
-    """This worker's part of a data set; the parts are disjoint and cover it.
+    """This worker's part of a data set; the parts are disjoint and cover it. Collective.
 
     Args:
         dataset: map-style; with `root`, what the others pass is not looked at.
@@ -38,10 +39,13 @@ def split(
 
     Raises:
         UsageError: if the data set is empty or not map-style, or `root` is no rank.
+        DisagreementError: if workers give data sets of other lengths, or other arguments.
 
     >>> len(split(range(10), Communicator.single_process()))
     10
     """
+    shown = {"shuffle": shuffle, "seed": seed, "equal_length": equal_length, "root": root}
+    check_same_arguments(comm, "split a data set", dataset if root is None else None, shown)
     if root is None:
         num_samples = _check_length(_length(dataset), dataset)
         indices = _indices(num_samples, comm.size, shuffle, seed, equal_length)

@@ -1,5 +1,6 @@
 """A data set split over the workers, held by all of them or by one."""
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allstep
 from allstep import Communicator
-from allstep.errors import UsageError
+from allstep.errors import DisagreementError, UsageError
 from tests.helpers.ranks import run_ranks
 
 
@@ -123,3 +124,26 @@ def test_loader_of_data_that_only_rank_0_has() -> None:
     parts = run_ranks(3, seen)
     assert sorted(chain(*parts)) == sorted(whole)
     assert all(len(part) < len(whole) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda rank: {"dataset": range(8 + rank)}, r"len\(dataset\).*8.*9"),
+        (lambda rank: {"seed": rank, "shuffle": True}, "seed"),
+        (lambda rank: {"shuffle": rank == 0}, "shuffle"),
+        (lambda rank: {"equal_length": rank == 0}, "equal_length"),
+        (lambda rank: {"root": rank}, "root"),
+    ],
+    ids=["length", "seed", "shuffle", "equal_length", "root"],
+)
+def test_workers_that_split_otherwise_are_refused(
+    arguments: Callable[[int], dict[str, Any]], message: str
+) -> None:
+    """Their parts would overlap, and leave samples out."""
+
+    def part(comm: Communicator) -> None:
+        with pytest.raises(DisagreementError, match=f"split a data set(?s:.*){message}"):
+            allstep.data.split(comm=comm, **({"dataset": range(8)} | arguments(comm.rank)))
+
+    run_ranks(2, part, timeout_s=5)
