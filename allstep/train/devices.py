@@ -1,7 +1,9 @@
 """Nested data on a device; which processes this machine has."""
 
 import os
+from collections import UserDict
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -27,8 +29,16 @@ def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
         del fields["batch_sizes"]
         return data._replace(**map_tensors(fields, function))
     if isinstance(data, Mapping):
-        kind: Any = type(data) if type(data) in DICTS else dict
-        return kind({key: map_tensors(value, function) for key, value in data.items()})
+        mapped = {key: map_tensors(value, function) for key, value in data.items()}
+        kind: Any = type(data)
+        if kind in DICTS:
+            return kind(mapped)
+        if not isinstance(data, (dict, UserDict)):
+            return mapped
+        kept = copy(data)  # a class of its own, as that of a tokenizer's batches
+        for key, value in mapped.items():
+            kept[key] = value
+        return kept
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(value, function) for value in data))
     if isinstance(data, (list, tuple)):

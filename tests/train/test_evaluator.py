@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -352,6 +353,34 @@ def test_evaluator_refuses_wrong_arguments() -> None:
     for unfit in (Stream(), SizedStream(), DataLoader(Samples(3)), {1, 2}):
         with pytest.raises(UsageError, match=r"`dataset` \(a \w+\) .* can't be indexed"):
             Evaluator(metrics, unfit, comm, micro_batch=1)  # type: ignore[arg-type]
+
+
+class Named(UserDict[str, Any]):
+    """As a tokenizer's batches: what is in it is an attribute, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["data"][name]
+
+
+class Labelled(dict[str, Any]):
+    label = 7
+
+
+def test_dicts_keep_their_class() -> None:
+    def sums(model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return {"sum": (batch.x.sum(), batch.n)}
+
+    def collate(samples: list[Any]) -> Named:
+        return Named(x=torch.stack([x for x, _ in samples]), n=len(samples))
+
+    data, comm = Samples(5), Communicator.single_process()
+    evaluate = Evaluator(sums, data, comm, micro_batch=2, collate_fn=collate)
+    assert evaluate(make_model())["sum"] == pytest.approx(data.x.sum().item() / 5)
+    given = Labelled(x=torch.ones(2), none=defaultdict(list, y=torch.ones(1)))
+    moved = to_device(given, torch.device("meta"))
+    assert (type(moved), moved.label, moved["x"].device.type) == (Labelled, 7, "meta")
+    assert moved["none"]["z"] == [] and moved["none"]["y"].is_meta
+    assert not given["x"].is_meta and not given["none"]["y"].is_meta
 
 
 def test_to_device_of_nested_data() -> None:
