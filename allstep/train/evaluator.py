@@ -1,6 +1,6 @@
 """Metrics on a whole test set, each sample counted exactly once on any number of workers."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -117,8 +117,8 @@ class Evaluator:
             sum / count of each metric, the same on every worker.
 
         Raises:
-            UsageError: if a metric is no pair of numbers, or if the `shares` are of more or fewer
-                workers than there are now.
+            UsageError: if the metrics are no dict of pairs of numbers, or if the `shares` are of
+                more or fewer workers than there are now.
             DisagreementError: on every worker, if their models, their test sets or the way to cut
                 them, or the metrics' names differ.
         """
@@ -141,7 +141,7 @@ class Evaluator:
                 for exchange in exchanges:
                     exchange.begin_micro_batch()
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
-                sums.add(self._metrics(model, to_device(data, self._comm.device)))
+                sums.add(self._measure(model, data))
             with serving(model):
                 for exchange in exchanges:
                     exchange.join_others()
@@ -163,10 +163,19 @@ class Evaluator:
         with preserved_random_state(self._comm.device), evaluating(model):
             seed_all(derive_seed(self._seed, _COMPUTE, 0), self._comm.device)
             data = self._fetch[0, list(self._cut[0])]
-            names = list(self._metrics(model, to_device(data, self._comm.device)))
+            names = list(self._measure(model, data))
             for _, exchange in exchanges_of(model):
                 exchange.join_others()
         found: list[str] = self._comm.broadcast_object(names)
+        return found
+
+    def _measure(self, model: nn.Module, data: Any) -> Metrics:
+        found = self._metrics(model, to_device(data, self._comm.device))
+        if not isinstance(found, Mapping):
+            raise UsageError(
+                f"`metrics` gave {found!r}; it must return a dict: the name of each metric, and its"
+                " pair (sum, count)."
+            )
         return found
 
     def _check_same_data(self) -> None:

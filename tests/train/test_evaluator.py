@@ -355,6 +355,15 @@ def test_evaluator_refuses_wrong_arguments() -> None:
             Evaluator(metrics, unfit, comm, micro_batch=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("found", [None, ("accuracy", 1.0), torch.ones(2)])
+def test_metrics_that_are_no_dict_are_refused(found: Any) -> None:
+    comm = Communicator.single_process()
+    evaluate = Evaluator(lambda model, batch: found, Samples(3), comm, micro_batch=2)
+    for measure in (evaluate, evaluate.names):
+        with pytest.raises(UsageError, match=r"`metrics` gave .*; it must return a dict"):
+            measure(make_model())
+
+
 class Named(UserDict[str, Any]):
     """As a tokenizer's batches: what is in it is an attribute, too."""
 
