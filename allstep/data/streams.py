@@ -25,6 +25,8 @@ from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError
 
+_PROCESSES = 0x70726F63  # keeps the seeds of loader processes apart from those of samples
+
 
 class _Part(NamedTuple):
     """What a worker has for one global batch; torch's `pin_memory` looks into tuples.
@@ -189,7 +191,10 @@ class StreamLoader(GlobalBatchLoader):
         """Begins the epoch, or goes on within it."""
         self._parts.epoch = self._epoch
         self._parts.num_skipped = self._epoch_samples
-        items = self._processes.start(self._parts, seed=self.seed)
+        own = (self._parts.slots.start,) if self._is_sharded else ()
+        items = self._processes.start(
+            self._parts, seed=derive_seed(self.seed, self._epoch, _PROCESSES, *own)
+        )
         if self._is_sharded:
             for _ in range(self._epoch_steps):
                 next(items, None)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import allstep
 from allstep import Communicator
@@ -437,3 +437,37 @@ def test_a_shard_is_read_on_as_it_was_read(change: dict[str, Any], message: str)
 
     is_sharded = "stream" not in change
     assert run_ranks(2, interrupted) == [(0, 2 * is_sharded)] * 2
+
+
+class OwnRandomNumbers(IterableDataset[int]):
+    """Shuffled by the seed that torch gives a loader process."""
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        generator = torch.Generator().manual_seed(info.seed)
+        return iter(torch.randperm(24, generator=generator).tolist())
+
+
+def test_loader_processes_have_other_seeds_in_each_epoch_and_worker() -> None:
+    def read(comm: Communicator, epochs: range = range(2)) -> list[list[int]]:
+        dataset, batch = OwnRandomNumbers(), 24 * comm.size
+        with make_loader(
+            comm, dataset, stream="sharded", global_batch=batch, num_workers=1
+        ) as loader:
+            loader.load_state_dict(loader.state_dict() | {"epoch": epochs.start})
+            return [
+                [
+                    x
+                    for batch in loader.global_batches()
+                    for m in batch.micro_batches
+                    for x in m.data
+                ]
+                for _ in epochs
+            ]
+
+    found = run_ranks(2, read)
+    orders = [tuple(map(int, order)) for of_worker in found for order in of_worker]
+    assert len(set(orders)) == 4
+    assert all(sorted(order) == list(range(24)) for order in orders)
+    assert run_ranks(2, lambda comm: read(comm, range(1, 2))) == [order[1:] for order in found]
