@@ -93,7 +93,7 @@ class FetchMicroBatch(Dataset[Any]):
         *,
         tells_epoch: bool = False,
     ) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._seed = seed
         self._collate = collate_fn or default_collate
         # Tensors are indexed in one go: nothing in them can be random.
@@ -119,10 +119,10 @@ class FetchMicroBatch(Dataset[Any]):
 
     def _collate_samples(self, epoch: int, indices: Sequence[int] | NDArray[np.int64]) -> Any:
         if self._tells_epoch and epoch != self._told_epoch:
-            begin_epoch(self._dataset, self._seed, epoch)
+            begin_epoch(self.dataset, self._seed, epoch)
             self._told_epoch = epoch
         return self._collate(
-            [fetch_sample(self._dataset, self._seed, epoch, int(index)) for index in indices]
+            [fetch_sample(self.dataset, self._seed, epoch, int(index)) for index in indices]
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from allstep.data.random import derive_seed
@@ -75,7 +75,7 @@ class LoaderProcesses:
         """Starts to read.
 
         Args:
-            dataset: makes collated items.
+            dataset: makes collated items of the user's, which is its `dataset`.
             keys: what to ask a map-style data set for, in order.
             seed: of random numbers that nobody else seeds, such as in `worker_init_fn`.
         """
@@ -170,6 +170,11 @@ def _start(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None
     """
     gc.freeze()
     gc.enable()
+    info = get_worker_info()
+    assert info is not None
+    # `worker_init_fn` looks for the user's data set; but not to split a replicated stream.
+    if getattr(info.dataset, "is_sharded", True):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Thread(target=_end_with_parent, name="parent watch", daemon=True).start()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from torch.utils.data import DataLoader, get_worker_info
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import allstep
 from allstep.env import read_stat
@@ -81,6 +82,72 @@ def test_worker_init_fn_is_called(tmp_path: Path) -> None:
     with make_loader(worker_init_fn=lambda worker: (tmp_path / str(worker)).touch()) as loader:
         pids_of_epoch(loader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+class Opened(Augmented):
+    """Reads from what each process opens for itself."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.opened_by = 0
+
+    def __getitem__(self, index: int) -> tuple[bool, int]:
+        info = get_worker_info()
+        assert info is not None and info.dataset is self
+        return self.opened_by == os.getpid(), index
+
+
+def open_data(worker: int) -> None:
+    get_worker_info().dataset.opened_by = os.getpid()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_init_fn_gets_the_data_set(method: str) -> None:
+    with allstep.data.loader(
+        Opened(8),
+        Seat(0, 1),
+        global_batch=8,
+        micro_batch=2,
+        num_workers=2,
+        worker_init_fn=open_data,
+        multiprocessing_context=method,
+    ) as loader:
+        (batch,) = loader.global_batches()
+        assert all(micro.data[0].all() for micro in batch.micro_batches)
+
+
+class Interval(IterableDataset):
+    """As in torch's documentation of IterableDataset, whose `worker_init_fn` splits it."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> object:
+        return iter(range(self.start, self.end))
+
+
+def split_interval(worker: int) -> None:
+    info = get_worker_info()
+    start, each = info.dataset.start, (info.dataset.end - info.dataset.start) // info.num_workers
+    info.dataset.start, info.dataset.end = start + worker * each, start + (worker + 1) * each
+
+
+def test_worker_init_fn_may_split_a_sharded_stream() -> None:
+    arguments = {"num_workers": 2, "worker_init_fn": split_interval}
+    batches = {"global_batch": 4, "micro_batch": 2}
+    lone = allstep.Communicator.single_process()
+    with allstep.data.loader(
+        Interval(3, 19), lone, stream="sharded", **batches, **arguments
+    ) as loader:
+        found = [m.data for batch in loader.global_batches() for m in batch.micro_batches]
+    by_torch = list(DataLoader(Interval(3, 19), batch_size=2, **arguments))
+    for parts in (found, by_torch):
+        assert sorted(torch.cat(parts).tolist()) == list(range(3, 19))
+    with (
+        allstep.data.loader(Interval(3, 19), lone, **batches, **arguments) as replicated,
+        pytest.raises(AttributeError, match="start"),
+    ):
+        next(replicated.global_batches())
 
 
 class Collecting(Augmented):
