@@ -75,6 +75,22 @@ def _tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
             _tell_epoch(part, epoch)
 
 
+def checked_collate(collate_fn: Collate | None) -> Collate:
+    """The function, or torch's default when None.
+
+    Raises:
+        UsageError: if it can't be called.
+    """
+    if collate_fn is None:
+        return default_collate
+    if not callable(collate_fn):
+        raise UsageError(
+            f"`collate_fn` (={collate_fn!r}) must be a function: list of samples -> micro-batch; or"
+            " None for torch's."
+        )
+    return collate_fn
+
+
 class FetchMicroBatch(Dataset[Any]):
     """A data set of micro-batches: its keys are (epoch, indices of samples).
 
@@ -95,7 +111,7 @@ class FetchMicroBatch(Dataset[Any]):
     ) -> None:
         self.dataset = dataset
         self._seed = seed
-        self._collate = collate_fn or default_collate
+        self._collate = checked_collate(collate_fn)
         # Tensors are indexed in one go: nothing in them can be random.
         self._tensors = tensors_of(dataset) if collate_fn is None else None
         self._tells_epoch = tells_epoch

@@ -55,6 +55,13 @@ class LoaderProcesses:
 
     def __post_init__(self) -> None:
         check_integer("num_workers", self.num_workers, 0)
+        if not isinstance(self.pin_memory, bool):
+            raise UsageError(f"`pin_memory` (={self.pin_memory!r}) must be True or False.")
+        if not (self.worker_init_fn is None or callable(self.worker_init_fn)):
+            raise UsageError(
+                f"`worker_init_fn` (={self.worker_init_fn!r}) must be a function of a process's"
+                " number, or None."
+            )
         if self.prefetch_factor is not None:
             check_integer("prefetch_factor", self.prefetch_factor)
         for name in ("prefetch_factor", "multiprocessing_context", "worker_init_fn"):

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from allstep.comm import Communicator, Work
 from allstep.comm.agreement import agree
 from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
-from allstep.data.fetch import RANDOM_STATE_LOCK, Collate, begin_epoch
+from allstep.data.fetch import RANDOM_STATE_LOCK, Collate, begin_epoch, checked_collate
 from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError
@@ -86,7 +86,7 @@ class StreamLoader(GlobalBatchLoader):
             is_sharded=is_sharded,
             drop_last=cutting.drop_last,
             seed=self.seed,
-            collate=cutting.collate_fn or default_collate,
+            collate=checked_collate(cutting.collate_fn),
         )
         self._ahead: tuple[_Part, Work[Tensor]] | None = None
         self._epoch = 0

@@ -375,6 +375,10 @@ def test_plain_loop_refuses_unequal_shares(
         ({"shares": [True]}, r"`shares` \(=\[True\]\) must be positive numbers"),
         ({"shuffle": "False"}, r"`shuffle` \(='False'\) must be True or False"),
         ({"drop_last": "False"}, r"`drop_last` \(='False'\) must be True or False"),
+        ({"pin_memory": "no"}, r"`pin_memory` \(='no'\) must be True or False"),
+        ({"collate_fn": 3}, r"`collate_fn` \(=3\) must be a function"),
+        ({"collate_fn": [], "dataset": Stream(4)}, r"`collate_fn` \(=\[\]\) must be a function"),
+        ({"worker_init_fn": 3, "num_workers": 1}, r"`worker_init_fn` \(=3\) must be a function"),
         ({"global_batch": 9}, r"multiple of `micro_batch` \(=2\); nearest: 8, 10"),
     ],
 )

@@ -344,7 +344,7 @@ def test_evaluator_refuses_wrong_arguments() -> None:
         Evaluator(metrics, Samples(3), comm, micro_batch=0)
     with pytest.raises(UsageError, match=r"`num_workers` \(=-1\)"):
         Evaluator(metrics, Samples(3), comm, micro_batch=1, num_workers=-1)
-    for name, value in {"seed": None, "metrics": None, "shares": [1]}.items():
+    for name, value in {"seed": None, "metrics": None, "shares": [1], "collate_fn": 3}.items():
         arguments: dict[str, Any] = {"metrics": metrics, "micro_batch": 1} | {name: value}
         with pytest.raises(UsageError, match=rf"`{name}` \(={re.escape(repr(value))}\)"):
             Evaluator(dataset=Samples(3), comm=comm, **arguments)
