@@ -11,6 +11,7 @@ from torch import Tensor
 
 from allstep.errors import DataError
 
+_MOST_DIMS = 64  # of numpy
 _UINT8 = 0x08
 
 
@@ -40,6 +41,8 @@ def read_idx(path: Path | str) -> Tensor:
             f"{path} holds values of type 0x{kind:02x}; unsigned bytes (0x08) are read."
         )
     start = 4 + 4 * num_dims
+    if len(content) < start or num_dims > _MOST_DIMS:
+        raise DataError(f"{path} has no sizes of its {num_dims} dimensions: it is damaged.")
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     if len(content) != start + prod(shape):
         raise DataError(

@@ -51,8 +51,8 @@ def split(
         indices = _indices(num_samples, comm.size, shuffle, seed, equal_length)
         assert dataset is not None
         return Subset(dataset, indices[comm.rank].tolist())
-    if not 0 <= root < comm.size:
-        raise UsageError(f"`root` (={root}) must be a rank, 0 to {comm.size - 1}.")
+    if not isinstance(root, int) or not 0 <= root < comm.size:
+        raise UsageError(f"`root` (={root!r}) must be a rank, 0 to {comm.size - 1}.")
     # The root's mistake must end every worker, not leave the others waiting.
     num_samples = comm.broadcast_object(_length(dataset), root=root)
     num_samples = _check_length(num_samples, dataset)

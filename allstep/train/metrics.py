@@ -225,15 +225,15 @@ def _records(path: Path, last_bytes: int | None) -> list[dict[str, float]]:
 
 
 def _parsed(line: str) -> dict[str, float] | None:
-    """A line's record with its nan and infinities; None for a torn line."""
+    """A line's record with its nan and infinities; None for one that is torn or damaged."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+        words = record.pop("non_finite", {})
+        record |= {name: float(word) for name, word in words.items()}
+    except (ValueError, TypeError, AttributeError):
         return None
-    if not isinstance(record, dict) or "step" not in record:
-        return None
-    words = record.pop("non_finite", {})
-    return record | {name: float(word) for name, word in words.items()}
+    are_numbers = all(isinstance(value, (int, float)) for value in record.values())
+    return record if are_numbers and type(record.get("step")) is int else None
 
 
 def _kind(record: Mapping[str, Any]) -> tuple[int, frozenset[str]]:

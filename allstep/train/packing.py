@@ -49,6 +49,11 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
                 ", which a checkpoint cannot store; put it in a list, or take its name as the key."
             )
         path, suffix = _named(at), name_suffix(leaf.dtype)
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise UsageError(
+                f"`state` holds a nested tensor at `{path}`, which a checkpoint cannot store; store"
+                " `.unbind()` of it, a list of tensors."
+            )
         while is_reserved(path, suffix) or path + suffix in tensors:
             path += "'"
         if not math.prod(leaf.shape):

@@ -29,6 +29,8 @@ def test_values_and_shape(tmp_path: Path, name: str) -> None:
         (b"PK\x03\x04", "no IDX file"),
         (b"", "no IDX file"),
         (b"\0\0\x0d\x01" + bytes(8), "type 0x0d"),
+        (HEADER[:-1], "no sizes of its 2 dimensions"),
+        (b"\0\0\x08\x46" + 70 * b"\0\0\0\1" + b"x", "no sizes of its 70 dimensions"),
     ],
 )
 def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:

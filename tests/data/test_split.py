@@ -74,6 +74,7 @@ def test_tensors_from_one_worker_stay_tensors() -> None:
         (iter([1]), {}, r"`dataset` \(a list_iterator\) has no length"),
         (DataLoader([1]), {}, r"`dataset` \(a DataLoader\) has no length or can't be indexed"),
         (range(3), {"root": 2}, r"`root` \(=2\) must be a rank, 0 to 1"),
+        (range(3), {"root": "0"}, r"`root` \(='0'\) must be a rank"),
         (range(3), {"root": -1}, r"`root` \(=-1\) must be a rank"),
     ],
 )

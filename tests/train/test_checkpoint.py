@@ -186,6 +186,13 @@ def test_checkpoint_refuses_what_cannot_be_stored(state: Any, words: str, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_checkpoint_refuses_nested_tensors(tmp_path: Path) -> None:
+    ragged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(UsageError, match="nested tensor at `m`"):
+        write_checkpoint(tmp_path / "c", {"m": ragged})
+
+
 def test_checkpoint_files(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", {"x": torch.ones(2), "y": b"\x00"})
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [

@@ -71,6 +71,14 @@ def test_read_metrics_leaves_out_a_torn_line(tmp_path: Path) -> None:
         assert steps == [*[1, 2][:num_whole], 3]
 
 
+def test_read_metrics_leaves_out_what_has_no_numbers(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "metrics.jsonl"
+    damaged = ['{"step": null}', '{"step": 2, "loss": "x"}', "[]", '{"step": 3, "non_finite": 5}']
+    path.write_text("\n".join([*damaged, path.read_text()]))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+
+
 def test_read_metrics_later_lines_of_a_step_win(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, loss=1.0)
     log = MetricsLog(tmp_path, Communicator.single_process())
