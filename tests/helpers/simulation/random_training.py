@@ -11,7 +11,6 @@ import allstep
 from allstep import Communicator
 from allstep.comm.membership import Membership
 from allstep.env import Launch
-from tests.helpers.compare import differing_names
 from tests.helpers.generators import rank_generator
 from tests.helpers.random_layers import RandomModel
 from tests.helpers.random_loops import Life, Loop
@@ -89,8 +88,9 @@ class RandomTraining(Simulation):
         return _Workers(ElasticLife(self.loop, self._model, comm, membership), comm)
 
     def _is_right(self, state: Sequence[Tensor]) -> bool:
-        found = dict(zip(self._expected, state, strict=True))
-        self.wrong = differing_names(found, self._expected)
+        found = zip(self._expected.items(), state, strict=True)
+        # Some diverge to NaN.
+        self.wrong = [n for (n, x), own in found if not own.allclose(x, 0.0, 0.0, equal_nan=True)]
         return not self.wrong
 
 
