@@ -97,6 +97,16 @@ def test_all_reduce_of_tensors_that_are_not_contiguous():
         assert z.item() == -3j
 
 
+@pytest.mark.parametrize("algorithm", ["native", "ring", "recursive_doubling", "shared_memory"])
+def test_all_reduce_of_one_element_of_many(algorithm):
+    def work(comm):
+        x = torch.zeros(6)
+        comm.all_reduce(x[1::3][1:].add_(comm.rank + 1), algorithm=algorithm)
+        return x.tolist()
+
+    assert run_ranks(3, work) == [[0, 0, 0, 0, 6, 0]] * 3
+
+
 def test_all_reduce_leaves_gradients_out_of_it():
     def work(comm):
         parameter = torch.nn.Parameter(torch.tensor([1.0 + comm.rank]))

@@ -54,7 +54,8 @@ class AllReduce(ABC):
         assert flat.dim() == 1 and flat.is_contiguous()
         if self.comm.size == 1 or not flat.numel():
             return
-        flat = flat.detach()
+        # A single element counts as contiguous whatever its stride says, but not to `view`.
+        flat = flat.detach().as_strided(flat.shape, (1,))
         on_wire = flat.to(self.comm.wire.transport_device(flat.device))
         try:
             self._reduce_(on_wire)
