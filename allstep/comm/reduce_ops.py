@@ -62,7 +62,7 @@ def wire_form(tensor: Tensor, device: torch.device, op: str) -> Tensor:
 
     The mean of float16 is taken in float32: the sum may be beyond 65,504 where the mean is not.
     """
-    plain = tensor.detach()
+    plain = tensor.detach().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
     dtype = _WIDER.get(plain.dtype, plain.dtype)

@@ -97,6 +97,27 @@ def test_all_reduce_of_tensors_that_are_not_contiguous():
         assert z.item() == -3j
 
 
+@pytest.mark.parametrize(
+    ("op", "algorithm", "expected"),
+    [
+        ("sum", None, -6.0),
+        ("mean", None, -2.0),
+        ("max", None, -1.0),
+        ("min", None, -3.0),
+        ("sum", "ring", -6.0),
+        ("mean", "shared_memory", -2.0),
+    ],
+)
+def test_all_reduce_of_tensors_with_the_negative_bit(op, algorithm, expected):
+    def work(comm):
+        x = torch.tensor([(comm.rank + 1) * 1j]).conj().imag
+        assert x.is_neg()
+        assert x.is_contiguous()
+        return comm.all_reduce(x, op, algorithm=algorithm).item()
+
+    assert run_ranks(3, work) == [expected] * 3
+
+
 @pytest.mark.parametrize("algorithm", ["native", "ring", "recursive_doubling", "shared_memory"])
 def test_all_reduce_of_one_element_of_many(algorithm):
     def work(comm):
