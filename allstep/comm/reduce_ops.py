@@ -21,6 +21,7 @@ _TORCH_OPS = {
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
 _COMPLEX = {torch.complex64, torch.complex128}
+_OF_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> the integer
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}  # which no backend reduces itself
 
 
@@ -60,11 +61,14 @@ def torch_op(op: str) -> dist.ReduceOp.RedOpType:
 def wire_form(tensor: Tensor, device: torch.device, op: str) -> Tensor:
     """The tensor as a backend can reduce it in place: `tensor` itself where it can.
 
-    The mean of float16 is taken in float32: the sum may be beyond 65,504 where the mean is not.
+    The mean of float16 is taken in float32: the sum may be beyond 65,504 where the mean is not. The
+    extremes of floats are taken of integers in the same order: Gloo's maximum loses NaN.
     """
     plain = tensor.detach().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
+    if op in ("max", "min") and plain.is_floating_point():
+        plain = _in_order(plain, op)
     dtype = _WIDER.get(plain.dtype, plain.dtype)
     if op == "mean" and dtype == torch.float16:
         dtype = torch.float32
@@ -76,9 +80,24 @@ def write_back(tensor: Tensor, reduced: Tensor, divisor: int) -> Tensor:
     if divisor != 1:
         reduced.div_(divisor)
     target = tensor.detach()
+    if target.is_floating_point() and not reduced.is_floating_point():
+        reduced = _swap_order(reduced.to(_OF_BITS[target.itemsize])).view(target.dtype)
     if reduced.data_ptr() != target.data_ptr() or reduced.dtype != target.dtype:
         if target.is_complex():
             target.copy_(torch.view_as_complex(reduced))
         else:
             target.copy_(reduced)
     return tensor
+
+
+def _in_order(x: Tensor, op: str) -> Tensor:
+    """Integers in the order of floats, of which NaN is the extreme that `op` takes."""
+    found = _swap_order(x.contiguous().view(_OF_BITS[x.itemsize]))
+    limits = torch.iinfo(found.dtype)
+    return found.masked_fill_(x.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _swap_order(bits: Tensor) -> Tensor:
+    """Floats' bits to integers in the same order, and back: negative ones count backwards."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

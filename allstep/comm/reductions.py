@@ -61,7 +61,7 @@ class Reductions(CommunicatorBase):
 
         Args:
             x: tensor or tuple of tensors of equal shapes and dtypes on every rank.
-            op: "sum", "mean" (not of integers), "max" or "min".
+            op: "sum", "mean" (not of integers), "max" or "min"; NaN where a rank has NaN.
             algorithm: how the sum is taken, a name in `allstep.comm.algorithms.ALGORITHMS`;
                 several tensors travel as one. None for the backend's own, tensor by tensor.
             check: whether the ranks compare what they want before, with one small message

@@ -150,6 +150,24 @@ def test_async_all_reduces_may_be_waited_for_in_any_order():
     assert run_ranks(3, work) == [[12, 9, 6, 3]] * 3
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_extremes_are_those_of_all_values_together(op, dtype):
+    inf, nan = float("inf"), float("nan")
+    rows = [[nan, 1, -inf, -0.5, 2, 0], [0, nan, inf, -0.25, -3, -1], [-1, 2, 0, -2, nan, 1e-7]]
+    every = torch.tensor(rows, dtype=dtype)
+    expected = every.amax(0) if op == "max" else every.amin(0)
+
+    def work(comm):
+        x = every[comm.rank].clone()
+        part = comm.reduce_scatter(x, op)
+        return comm.all_reduce(x, op), part
+
+    for rank, (whole, part) in enumerate(run_ranks(3, work)):
+        torch.testing.assert_close(whole, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(part, expected.chunk(3)[rank], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("algorithm", [None, "ring", "recursive_doubling", "shared_memory"])
 def test_a_mean_of_float16_is_finite_where_the_sum_is_not(algorithm):
     def work(comm):
