@@ -14,6 +14,7 @@ from torch import Tensor
 from allstep.comm.base import PRIVATE_TAG, CommunicatorBase
 from allstep.comm.group import Topology
 from allstep.comm.layout import Layout, Tensors, as_tuple, bytes_of
+from allstep.comm.reduce_ops import check_apart
 from allstep.comm.wire import Wire
 from allstep.comm.work import JoinedWork, Work
 from allstep.device import (
@@ -162,6 +163,8 @@ class TensorCollectives(CommunicatorBase):
         own = None if x is None else Layout.of(x)
         if self.rank == root and own is None:
             raise UsageError("`x` is None on the root of `broadcast`; pass what it shall send.")
+        if self.rank != root and own is not None:
+            check_apart(as_tuple(x), "broadcast")
         if check:
             self._compare("broadcast", f"from rank {root}", "`root`")
         header = own.encode() if own is not None and self.rank == root else None

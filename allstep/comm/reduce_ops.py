@@ -1,13 +1,14 @@
 """Which reductions are possible, and in which form a tensor goes through one."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allstep.comm.layout import dtype_name
+from allstep.comm.layout import Layout, dtype_name
 from allstep.errors import UsageError, check_choice
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -26,10 +27,34 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}  # which no backe
 
 
 def check_reduction(tensors: Sequence[Tensor], op: str) -> None:
-    """Raises UsageError if `op` is unknown or means nothing for these dtypes."""
+    """Raises UsageError if `op` is unknown or means nothing for these tensors."""
     check_choice("op", op, get_args(ReduceOp))
+    Layout.of(tensors)
     for tensor in tensors:
         _check_dtype(tensor.dtype, op)
+
+
+def check_apart(tensors: Sequence[Tensor], verb: str) -> None:
+    """Raises UsageError if what a verb writes to shares memory: it would be added up again."""
+    for x in tensors:
+        if any(step == 0 and length > 1 for step, length in zip(x.stride(), x.shape, strict=True)):
+            raise UsageError(
+                f"`x` has shape {list(x.shape)} and strides {list(x.stride())}: elements share"
+                f" memory, and `{verb}` changes it in place; pass `x.clone()`, or `x` before"
+                " `expand`."
+            )
+    spans = sorted((x.data_ptr(), x.nbytes, i) for i, x in enumerate(tensors) if _fills(x))
+    for (start, nbytes, i), (next_start, _, j) in pairwise(spans):
+        if next_start < start + nbytes:
+            raise UsageError(
+                f"entries {min(i, j)} and {max(i, j)} of `x` share memory, and `{verb}` changes"
+                " them in place; pass a tensor once, or a `.clone()` of it."
+            )
+
+
+def _fills(x: Tensor) -> bool:
+    """Whether a tensor has all of the memory from its first element to its last."""
+    return x.is_contiguous() and x.numel() > 0
 
 
 def _check_dtype(dtype: torch.dtype, op: str) -> None:

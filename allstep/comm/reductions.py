@@ -10,7 +10,14 @@ from allstep.comm.algorithms import AllReduce, check_algorithm, make_algorithm
 from allstep.comm.base import CommunicatorBase
 from allstep.comm.group import Topology
 from allstep.comm.layout import Layout, as_tuple
-from allstep.comm.reduce_ops import ReduceOp, check_reduction, torch_op, wire_form, write_back
+from allstep.comm.reduce_ops import (
+    ReduceOp,
+    check_apart,
+    check_reduction,
+    torch_op,
+    wire_form,
+    write_back,
+)
 from allstep.comm.wire import Wire
 from allstep.comm.work import CompletedWork, JoinedWork, Work
 from allstep.errors import UsageError, nearest_multiples
@@ -74,8 +81,8 @@ class Reductions(CommunicatorBase):
             `x` itself; with `async_op` a Work of it.
 
         Raises:
-            UsageError: if `op` is unknown or means nothing for a dtype, or if `algorithm` is
-                unknown or takes no maximum.
+            UsageError: if `op` is unknown or means nothing for a dtype, if `algorithm` is
+                unknown or takes no maximum, or if tensors of `x` share memory.
             DisagreementError: on every rank, if they compare and pass other shapes, dtypes,
                 `op` or `algorithm`, or call another verb with `check`.
 
@@ -85,6 +92,7 @@ class Reductions(CommunicatorBase):
         """
         tensors = as_tuple(x)
         check_reduction(tensors, op)
+        check_apart(tensors, "all_reduce")
         if algorithm not in (None, "native"):
             check_algorithm(algorithm)
             if op not in ("sum", "mean"):
@@ -188,6 +196,7 @@ class Reductions(CommunicatorBase):
     def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         if not isinstance(x, Tensor):
             return as_tuple(self._check_one_per_rank("x", x))
+        Layout.of(x)  # a sparse tensor has no parts
         length = x.shape[0] if x.dim() else 0
         if x.dim() == 0 or length % self.size:
             raise UsageError(

@@ -44,6 +44,8 @@ MOVED = {
     "channels last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
 }
 
+LINE = torch.ones(5)
+
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(
@@ -137,6 +139,17 @@ def test_all_reduce_leaves_gradients_out_of_it():
     for parameter in run_ranks(2, work):
         assert parameter.item() == 1.5
         assert parameter.is_leaf
+
+
+def test_all_reduce_of_neighbours_in_one_tensor():
+    def work(comm):
+        x = torch.full((2, 4), comm.rank + 1.0)
+        comm.all_reduce([x[0], x[1, :2], x[1, 2:], x[:0]])
+        every_second = torch.full((6,), comm.rank + 1.0)
+        comm.all_reduce([every_second[::2], every_second[1::2]], "mean")
+        return x.tolist(), every_second.tolist()
+
+    assert run_ranks(3, work) == [([[6.0] * 4] * 2, [2.0] * 6)] * 3
 
 
 def test_async_all_reduces_may_be_waited_for_in_any_order():
@@ -397,9 +410,15 @@ def test_tensor_verbs_of_a_single_process():
         (lambda c: c.all_reduce(torch.ones(1, dtype=torch.bool)), "bool.*use `max` or `min`"),
         (lambda c: c.all_reduce(torch.ones(1, dtype=torch.complex64), "max"), "no order"),
         (lambda c: c.all_reduce(torch.ones(1).to(torch.float8_e5m2)), "float8_e5m2.*float"),
+        (lambda c: c.all_reduce(torch.ones(1).expand(3)), r"\[3\] and strides \[0\].*x.clone"),
+        (lambda c: c.all_reduce(2 * [torch.ones(3)]), "0 and 1 of `x` share memory.*clone"),
+        (lambda c: c.all_reduce([MOVED["0-dim"], LINE, LINE[3:]], algorithm="ring"), "1 and 2 of"),
+        (lambda c: c.broadcast(torch.ones(1).expand(3), 1 - c.rank), "elements share.*`broadcast`"),
         (lambda c: c.all_reduce(3.0), r"`x` is a float; pass a tensor.*_object"),
         (lambda c: c.all_reduce([3.0]), r"`x` holds a float; pass a tensor.*_object"),
         (lambda c: c.all_gather(torch.ones(2).to_sparse()), "sparse.*to_dense"),
+        (lambda c: c.all_reduce(torch.ones(2).to_sparse(), check=False), "sparse.*to_dense"),
+        (lambda c: c.reduce_scatter(torch.ones(2).to_sparse(), check=False), "sparse.*to_dense"),
         (lambda c: c.reduce_scatter(torch.ones(3)), r"multiple of `size` \(=2\); nearest: 2, 4"),
         (lambda c: c.reduce_scatter(torch.tensor(1.0)), r"shape \[\].*multiple"),
         (lambda c: c.reduce_scatter([torch.ones(1)]), "`x` has 1 entries; pass 2"),
