@@ -293,7 +293,7 @@ class GroupWire:
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
     ) -> tuple[Tensor, Work[None]]:
         is_on_cpu = parts[0].is_cpu
-        if len({part.numel() for part in parts}) == 1:
+        if len({(part.numel(), part.dtype) for part in parts}) == 1:
             options = self._options(dist.ReduceScatterOptions)
             options.reduceOp = op
             joined = torch.cat([part.reshape(-1) for part in parts])

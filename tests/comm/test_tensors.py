@@ -213,6 +213,17 @@ def test_reduce_scatter_is_a_part_of_all_reduce(n, op):
     assert all(run_ranks(n, work))
 
 
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_reduce_scatter_of_parts_of_unlike_dtypes(op):
+    def work(comm):
+        parts = [torch.full((2,), comm.rank + 1, dtype=d) for d in (torch.int64, torch.float32)]
+        return comm.reduce_scatter(parts, op)
+
+    expected = {"sum": 3, "max": 2}[op]
+    for part, dtype in zip(run_ranks(2, work), (torch.int64, torch.float32), strict=True):
+        assert torch.equal(part, torch.full((2,), expected, dtype=dtype))
+
+
 def test_reduce_scatter_of_nothing():
     assert [x.shape for x in run_ranks(2, lambda comm: comm.reduce_scatter(torch.empty(0, 3)))] == [
         (0, 3),
