@@ -24,7 +24,7 @@ from allstep.device import (
     lend_to_current_stream,
     new_stream,
 )
-from allstep.errors import DisagreementError, UsageError
+from allstep.errors import DisagreementError, UsageError, check_type
 
 X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 
@@ -204,6 +204,7 @@ class TensorCollectives(CommunicatorBase):
         >>> Communicator.single_process().all_gather_into_tensor(torch.ones(2))
         tensor([[1., 1.]])
         """
+        _check_tensor(x, "all_gather")
         if check:
             self._compare("all_gather_into_tensor", _spec(x), "shapes and dtypes")
         raw = bytes_of(x).to(self.wire.transport_device(x.device))
@@ -223,6 +224,7 @@ class TensorCollectives(CommunicatorBase):
         Raises:
             UsageError: if `x` has not `size` rows.
         """
+        _check_tensor(x, "all_to_all")
         if not x.dim() or x.shape[0] != self.size:
             raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
         if check:
@@ -344,6 +346,11 @@ def _own_copy(x: Tensor | Sequence[Tensor]) -> Tensors:
     if isinstance(x, Tensor):
         return x.detach().clone()
     return tuple(tensor.detach().clone() for tensor in x)
+
+
+def _check_tensor(x: object, verb: str) -> None:
+    check_type("x", x, Tensor, f"several travel by `{verb}`")
+    Layout.of(x)  # type: ignore[arg-type]
 
 
 def _spec(x: Tensor) -> str:
