@@ -27,6 +27,10 @@ _KNOWN = (
     "numpy arrays and scalars, CPU tensors"
 )
 
+# Of extension types in each other. Each level is a call of msgpack's, which takes some 50 KB of the
+# thread's stack: 200 of them end the process.
+_MOST_NESTED = 32
+
 DICTS = (dict, OrderedDict, Counter)  # classes that are encoded, and no others that inherit them
 
 Store = Callable[[Tensor], str]
@@ -48,10 +52,19 @@ def encode(obj: Any, store: Store | None = None) -> bytes:
     >>> decode(encode({"steps": (1, 2**80), 3: [None, True, 0.5, b"x"]}))
     {'steps': (1, 1208925819614629174706176), 3: [None, True, 0.5, b'x']}
     """
+    return _encode(obj, store, 0)
+
+
+def _encode(obj: Any, store: Store | None, level: int) -> bytes:
+    if level > _MOST_NESTED:
+        raise UsageError(
+            f"`obj` cannot be sent: its tuples, sets and the like are nested in more than"
+            f" {_MOST_NESTED} levels; nest lists and dicts instead."
+        )
     try:
         data: bytes = msgpack.packb(
             obj,
-            default=partial(_extend, store=store),
+            default=partial(_extend, store=store, level=level),
             strict_types=True,
             unicode_errors="surrogatepass",
         )
@@ -75,10 +88,16 @@ def decode(data: bytes | memoryview, load: Load | None = None) -> Any:
     Raises:
         CommunicationError: if `data` is anything else.
     """
+    return _decode(data, load, 0)
+
+
+def _decode(data: bytes | memoryview, load: Load | None, level: int) -> Any:
     try:
+        if level > _MOST_NESTED:
+            raise ValueError(f"extension types in {level} levels")
         return msgpack.unpackb(
             data,
-            ext_hook=partial(_restore, load=load),
+            ext_hook=partial(_restore, load=load, level=level),
             strict_map_key=False,
             unicode_errors="surrogatepass",
         )
@@ -90,10 +109,10 @@ def decode(data: bytes | memoryview, load: Load | None = None) -> Any:
         raise CommunicationError("received bytes that are no message of allstep") from error
 
 
-def _extend(obj: Any, store: Store | None) -> msgpack.ExtType:
+def _extend(obj: Any, store: Store | None, level: int) -> msgpack.ExtType:
     """What msgpack does not know, as an extension type."""
     code, content = _plain(obj, store)
-    return msgpack.ExtType(code, encode(content, store))
+    return msgpack.ExtType(code, _encode(content, store, level + 1))
 
 
 def _plain(obj: Any, store: Store | None) -> tuple[int, Any]:
@@ -139,12 +158,12 @@ def _plain_tensor(tensor: Tensor) -> list[Any]:
     return [dtype_name(tensor.dtype), list(tensor.shape), bytes_of(tensor).numpy().tobytes()]
 
 
-def _restore(code: int, data: bytes, load: Load | None) -> Any:
+def _restore(code: int, data: bytes, load: Load | None, level: int) -> Any:
     """The inverse of `_extend`."""
     restore = load if code == _STORED_TENSOR else _RESTORERS.get(code)
     if restore is None:
         raise ValueError(f"unknown extension type {code}")
-    return restore(decode(data, load))
+    return restore(_decode(data, load, level + 1))
 
 
 def _array(content: Any) -> np.ndarray[Any, Any]:
@@ -161,9 +180,12 @@ def _tensor(content: Any) -> Tensor:
     dtype = dtype_of_name(name)
     if prod(shape) * dtype.itemsize != len(values):
         raise ValueError(f"{len(values)} bytes for a tensor of shape {shape}")
-    if not values:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape)
+    try:
+        if not values:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape)
+    except RuntimeError as error:
+        raise ValueError(f"no tensor has shape {shape}") from error
 
 
 _RESTORERS: dict[int, Callable[[Any], Any]] = {

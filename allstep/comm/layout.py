@@ -85,7 +85,13 @@ class Layout:
         try:
             is_tuple, names, shapes = msgpack.unpackb(data)
             dtypes = tuple(dtype_of_name(name) for name in names)
-            return cls(bool(is_tuple), dtypes, tuple(tuple(map(int, shape)) for shape in shapes))
+            found = cls(bool(is_tuple), dtypes, tuple(tuple(map(int, shape)) for shape in shapes))
+            num_tensors = len(found.dtypes)
+            if len(found.shapes) != num_tensors or not (is_tuple or num_tensors == 1):
+                raise ValueError(f"{num_tensors} dtypes and {len(found.shapes)} shapes")
+            if any(length < 0 for shape in found.shapes for length in shape):
+                raise ValueError(f"shapes {found.shapes}")
+            return found
         except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
             raise CommunicationError(f"received a header that is no layout: {error}") from error
 

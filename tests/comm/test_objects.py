@@ -193,6 +193,24 @@ def test_codec_refuses_deep_nesting():
         encode(obj)
 
 
+@pytest.mark.parametrize("kind", [tuple, frozenset])
+def test_codec_refuses_tuples_and_sets_in_each_other_that_it_could_not_read(kind):
+    levels: list[object] = [0]
+    for _ in range(300):
+        levels.append(kind([levels[-1]]))
+    assert decode(encode(levels[32])) == levels[32]
+    for obj in (levels[33], [{"a": levels[200]}], levels[300]):
+        with pytest.raises(UsageError, match="more than 32 levels; nest lists and dicts"):
+            encode(obj)
+
+
+def nested_tuples(num_levels):
+    data = msgpack.packb(0)
+    for _ in range(num_levels):
+        data = msgpack.packb(msgpack.ExtType(1, b"\x91" + data))
+    return data
+
+
 PICKLE = pickle.dumps(Dangerous())
 
 
@@ -210,6 +228,11 @@ PICKLE = pickle.dumps(Dangerous())
         msgpack.packb(msgpack.ExtType(7, msgpack.packb(["float32", [-1], b"1234"]))),
         msgpack.packb(msgpack.ExtType(7, msgpack.packb(3))),
         msgpack.packb(msgpack.ExtType(3, msgpack.packb([[1]]))),
+        msgpack.packb(msgpack.ExtType(7, msgpack.packb(["float32", [-1, -1], b"1234"]))),
+        msgpack.packb(msgpack.ExtType(7, msgpack.packb(["float32", [0, -1], b""]))),
+        msgpack.packb(msgpack.ExtType(7, msgpack.packb(["float32", [2**62, 2**62, 0], b""]))),
+        nested_tuples(200),
+        nested_tuples(1000),
         msgpack.packb([1, 2])[:-1],
         b"",
         b"\xc1",
@@ -222,7 +245,16 @@ def test_codec_refuses_crafted_bytes_and_never_unpickles(data):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", msgpack.packb(3), msgpack.packb([True, ["os.system"], [[1]]]), msgpack.packb([1, 2, 3])],
+    [
+        b"",
+        msgpack.packb(3),
+        msgpack.packb([True, ["os.system"], [[1]]]),
+        msgpack.packb([1, 2, 3]),
+        msgpack.packb([True, ["float32"], []]),
+        msgpack.packb([False, [], []]),
+        msgpack.packb([False, ["float32", "int8"], [[1], [1]]]),
+        msgpack.packb([False, ["float32"], [[-1]]]),
+    ],
 )
 def test_layout_refuses_crafted_headers(data):
     with pytest.raises(CommunicationError, match="header that is no layout"):
