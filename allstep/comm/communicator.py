@@ -105,6 +105,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and not (name == "color" and value is None):
                 raise UsageError(f"`{name}` (={value!r}) must be an int.")
+        color = None if color is None else int(color)  # True is 1 to others, too
         self.wire.names.withdraw_report()
         group_id = self.wire.new_group_id() if self.rank == 0 else 0
         message = encode((color, key, self.node_rank, group_id))

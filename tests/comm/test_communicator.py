@@ -37,6 +37,15 @@ def test_split_orders_by_key_then_rank_and_none_joins_nothing():
     assert run_ranks(6, work) == expected
 
 
+def test_a_bool_is_the_color_that_its_number_is():
+    def work(comm):
+        return comm.split(comm.rank == 1 if comm.rank < 2 else comm.rank - 2).all_gather_object(
+            comm.rank
+        )
+
+    assert run_ranks(4, work, timeout_s=5.0) == [[0, 2], [1, 3]] * 2
+
+
 def test_a_split_of_a_split_knows_its_nodes_and_works():
     def work(comm):
         half = comm.split(comm.rank // 4)
