@@ -71,6 +71,11 @@ def read_address(text: str) -> tuple[str, int]:
     host = host.strip("[]")  # of an IPv6 address
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except UnicodeError:  # what can't be a name, such as .alpha
+        raise UsageError(
+            f"`store` (={text!r}): no host has the name {host!r}; give HOST:PORT, such as"
+            f" alpha:{PORT}."
+        ) from None
     except OSError as error:
         raise UsageError(
             f"`store` (={text!r}) does not answer ({error.strerror or error}): start it there with"

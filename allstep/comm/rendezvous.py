@@ -176,13 +176,11 @@ class Rendezvous:
             try:
                 socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 return
+            except UnicodeError as error:  # what can't be a name, such as .alpha
+                raise _unknown(host, "no name has this form") from error
             except OSError as error:
                 if time.monotonic() > deadline_s:
-                    raise UsageError(
-                        f"MASTER_ADDR (={host!r}), where rank 0 should listen, is no host that "
-                        f"{socket.gethostname()} knows ({error.strerror}); set it to a name or an "
-                        "address that all workers know."
-                    ) from error
+                    raise _unknown(host, error.strerror) from error
             time.sleep(_RETRY_S)
 
     def _connect_by_file(self) -> TCPStore:
@@ -217,6 +215,14 @@ class Rendezvous:
     def leave_master_port(self) -> None:
         """Nobody can come any more; whoever was one too many has been told until now."""
         self._at_master_port = None
+
+
+def _unknown(host: str, reason: str | None) -> UsageError:
+    return UsageError(
+        f"MASTER_ADDR (={host!r}), where rank 0 should listen, is no host that "
+        f"{socket.gethostname()} knows ({reason}); set it to a name or an address that all workers "
+        "know."
+    )
 
 
 def _private_folder(parent: Path) -> Path:

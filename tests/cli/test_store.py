@@ -28,6 +28,12 @@ def test_no_address(text: str) -> None:
         read_address(text)
 
 
+@pytest.mark.parametrize("host", [".alpha", "alpha..net", 64 * "a"])
+def test_a_name_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(UsageError, match=rf"no host has the name '{host}'; give HOST:PORT"):
+        read_address(f"{host}:29400")
+
+
 def test_nothing_answers() -> None:
     with (
         silent_port() as port,

@@ -294,6 +294,12 @@ def test_a_host_that_nobody_knows_is_named():
         connect(by_hand(1, 2, 1, master_addr="nowhere.invalid"), 20)
 
 
+def test_a_name_that_no_host_can_have_is_named():
+    message = r"MASTER_ADDR \(='.alpha'\), .* is no host that .* knows \(no name has this form\)"
+    with pytest.raises(UsageError, match=message):
+        connect(by_hand(1, 2, 1, master_addr=".alpha"), 20)
+
+
 def test_a_port_where_nobody_listens_is_named(free_port):
     message = rf"rank 0 can't be reached at 127.0.0.1:{free_port} \(Connection refused\)"
     with pytest.raises(CollectiveTimeoutError, match=message):
