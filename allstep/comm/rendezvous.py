@@ -96,12 +96,16 @@ class Rendezvous:
 
     def _serve(self, host: str, port: int) -> TCPStore:
         self._resolve(host, port)
+        self.doing = (
+            f"rank 0 can't reach itself at {host}:{port}; set MASTER_ADDR to an address of its"
+            f" host, {socket.gethostname()}, or start rank 0 on the host that has this address"
+        )
         try:
             return self._store(host, port, is_server=True)
         except RuntimeError as error:
             found = re.search(r"failed to listen .*message: (.*)", str(error))
             if found is None:
-                raise
+                raise self.late() from error
             raise UsageError(
                 f"MASTER_PORT (={port}) can't be listened on by rank 0 on {socket.gethostname()}: "
                 f"{found[1].strip(' .')}; set it to a free port on all workers."

@@ -300,6 +300,13 @@ def test_a_name_that_no_host_can_have_is_named():
         connect(by_hand(1, 2, 1, master_addr=".alpha"), 20)
 
 
+def test_an_address_that_is_not_of_the_host_of_rank_0_is_named(free_port):
+    """240.0.0.1 is nobody's."""
+    message = rf"rank 0 can't reach itself at 240.0.0.1:{free_port}; set MASTER_ADDR to an address"
+    with pytest.raises(CollectiveTimeoutError, match=message):
+        connect(by_hand(0, 2, free_port, master_addr="240.0.0.1"), 1)
+
+
 def test_a_port_where_nobody_listens_is_named(free_port):
     message = rf"rank 0 can't be reached at 127.0.0.1:{free_port} \(Connection refused\)"
     with pytest.raises(CollectiveTimeoutError, match=message):
