@@ -15,8 +15,9 @@ from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire, Wire
+from allstep.comm.work import check_timeout
 from allstep.comm.worker_state import WELL
-from allstep.errors import UsageError, check_positive
+from allstep.errors import UsageError
 
 
 class Communicator(Reductions, TensorCollectives, ObjectCollectives):
@@ -47,7 +48,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         cls, device: torch.device | str = "cpu", timeout_s: float = 300.0
     ) -> "Communicator":
         """The communicator of the only worker; needs no server."""
-        check_positive("timeout_s", timeout_s, "pass seconds")
+        check_timeout(timeout_s)
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
 
     def become(self, wire: Wire, topology: Topology) -> None:
@@ -153,7 +154,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         Raises:
             UsageError: if it isn't a positive number.
         """
-        check_positive("timeout_s", timeout_s, "pass seconds")
+        check_timeout(timeout_s)
         self.timeout_s = self.wire.timeout_s = timeout_s
         for dependent in self._alive_dependents:
             if isinstance(dependent, Communicator):

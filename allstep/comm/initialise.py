@@ -30,7 +30,7 @@ from allstep.comm.interfaces import choose_interface
 from allstep.comm.missing import RankNames
 from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
-from allstep.comm.work import ThreadWork
+from allstep.comm.work import ThreadWork, check_timeout
 from allstep.device import HIDE_ACCELERATORS, default_device, is_accelerator, set_current_device
 from allstep.device import num_devices as count_devices
 from allstep.env import (
@@ -41,7 +41,7 @@ from allstep.env import (
     read_launch,
     read_run_dir,
 )
-from allstep.errors import CommunicationError, UsageError, check_positive
+from allstep.errors import CommunicationError, UsageError
 
 _GRACE_S = 0.5
 _AT_EXIT_S = 5.0  # for other threads' calls to end
@@ -82,7 +82,7 @@ def init(
     ...     comm.size
     1
     """
-    check_positive("timeout_s", timeout_s, "pass seconds")
+    check_timeout(timeout_s)
     if process_group is None and dist.is_initialized():
         process_group = dist.distributed_c10d._get_default_group()
     joins = False

@@ -12,13 +12,13 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire, make_group
+from allstep.comm.work import check_timeout
 from allstep.env import without_collector
 from allstep.errors import (
     CommunicationError,
     PeerLostError,
     check_integer,
     check_multiple,
-    check_positive,
 )
 
 __all__ = ["run_ranks"]
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def _check(n: int, local_size: int | None, timeout_s: float) -> int:
-    check_positive("timeout_s", timeout_s, "pass seconds")
+    check_timeout(timeout_s)
     check_integer("n", n)
     if local_size is None:
         return n

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from allstep.device import Event, current_stream
-from allstep.errors import CollectiveTimeoutError, check_positive
+from allstep.errors import CollectiveTimeoutError, UsageError, check_positive
 
+_LONGEST_S = 1e9
 END_S = 2.0  # how long a group that ends waits for its calls, see `group_wire`
 _AT_EXIT_S = 10.0
 _MOMENT_S = 0.005
@@ -342,7 +343,19 @@ class StreamWork:
 
 def _check(timeout_s: float | None) -> None:
     if timeout_s is not None:
-        check_positive("timeout_s", timeout_s, "pass seconds, or None")
+        check_timeout(timeout_s, "pass seconds, or None")
+
+
+def check_timeout(timeout_s: float, cure: str = "pass seconds") -> None:
+    """Raises UsageError for what is no time to wait.
+
+    What torch's clocks can't count, 292 years, would be over at once.
+    """
+    check_positive("timeout_s", timeout_s, cure)
+    if timeout_s > _LONGEST_S:
+        raise UsageError(
+            f"`timeout_s` (={timeout_s!r}) must be at most {_LONGEST_S:g}, some 30 years; {cure}."
+        )
 
 
 def _deadline_s(timeout_s: float | None) -> float:

@@ -162,9 +162,13 @@ def test_gpu_of_a_frameworks_group_is_known_before_the_ranks_meet():
     assert device_of_group(Group(), 3.5) is None
 
 
-def test_bad_timeout():
+@pytest.mark.parametrize("timeout_s", [0, 1e10])
+def test_bad_timeout(timeout_s):
+    """torch's clocks run over at 292 years: such a wait would be over at once."""
     with pytest.raises(UsageError, match="`timeout_s`"):
-        init(timeout_s=0)
+        init(timeout_s=timeout_s)
+    with Communicator.single_process() as comm, pytest.raises(UsageError, match="`timeout_s`"):
+        comm.set_timeout(timeout_s)
 
 
 def test_init_sets_up_logging_on_rank_0(monkeypatch):

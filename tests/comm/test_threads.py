@@ -64,6 +64,7 @@ def test_run_ranks_raises_the_first_cause():
         ({"n": 5, "local_size": 2}, r"`n` \(=5\) must be a multiple of `local_size` \(=2\).*4, 6"),
         ({"n": 5, "local_size": 0}, r"`local_size` \(=0\) must be at least 1"),
         ({"n": 1, "timeout_s": 0}, r"`timeout_s` \(=0\)"),
+        ({"n": 1, "timeout_s": 1e10}, r"`timeout_s` \(=10000000000.0\)"),
     ],
 )
 def test_bad_arguments(arguments, message):
