@@ -111,9 +111,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     hosts = []
     for item in text.split(","):
         name, has_number, number = item.strip().partition(":")
-        if not name or name.startswith("-") or " " in name:
+        if not name or name.startswith("-") or name.endswith("@") or len(name.split()) > 1:
             raise UsageError(f"`hosts` (={text}): {item!r} names no host; give HOST:N,HOST:N.")
-        if has_number and not (number.isdigit() and int(number) > 0):
+        if has_number and not (number.isdecimal() and int(number) > 0):
             raise UsageError(
                 f"`hosts` (={text}): {name} shall have {number!r} workers; give a number of at "
                 f"least 1, such as {name}:2."

@@ -20,7 +20,7 @@ def read_carried(wanted: Sequence[str], environ: Mapping[str, str] | None = None
         environ: variables to read; the process's own if None.
 
     Raises:
-        UsageError: if one of `wanted` has no value.
+        UsageError: if one of `wanted` has no value, or names no variable.
 
     >>> read_carried(["A", "B=2"], {"A": "1", "C": "3"})
     {'A': '1', 'B': '2'}
@@ -29,6 +29,8 @@ def read_carried(wanted: Sequence[str], environ: Mapping[str, str] | None = None
     found = {name: variables[name] for name in CARRIED if name in variables}
     for item in wanted:
         name, is_given, value = item.partition("=")
+        if not name.isidentifier():
+            raise UsageError(f"`env` (={item}) names no variable; give NAME, or NAME=VALUE.")
         if not is_given and name not in variables:
             raise UsageError(f"`env` (={item}) is not set here; set it, or give {name}=VALUE.")
         found[name] = value if is_given else variables[name]

@@ -224,7 +224,10 @@ def test_hosts_are_parsed() -> None:
     [
         ("alpha:0", r"`hosts` \(=alpha:0\): alpha shall have '0' workers"),
         ("alpha:x", "give a number of at least 1, such as alpha:2"),
+        ("alpha:\u00b2", "give a number of at least 1, such as alpha:2"),
         ("alpha,,beta", r"'' names no host"),
+        ("me@", "'me@' names no host"),
+        ("alpha\tbeta", "names no host"),
         ("-oProxyCommand=x", "names no host"),
         ("alpha,alpha:2", "alpha comes twice"),
     ],
@@ -242,6 +245,12 @@ def test_options_of_hosts_are_split_off(monkeypatch: pytest.MonkeyPatch) -> None
     assert rest == ["digits", "--epochs", "3", "--", "--hosts", "kept"]
     assert {name: options.carried[name] for name in "AB"} == {"A": "1", "B": "2"}
     assert split_host_options(["digits"]) == (None, ["digits"])
+
+
+@pytest.mark.parametrize("item", ["=5", "A B=5", "", "2=3"])
+def test_variables_that_have_no_name_are_refused(item: str) -> None:
+    with pytest.raises(UsageError, match=rf"`env` \(={item}\) names no variable; give NAME"):
+        split_host_options(["digits", "--hosts", "alpha", "--env", item])
 
 
 def test_hosts_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
