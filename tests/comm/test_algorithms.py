@@ -349,6 +349,16 @@ def test_bad_arguments():
         Ring(comm, order=(0, 0))
 
 
+def test_ring_refuses_different_orders():
+    """Whose sums would be of other parts of the tensor."""
+
+    def work(comm):
+        with pytest.raises(DisagreementError, match=r"ranks 0, 1 want: .* \(0, 1, 2\); rank 2 .*"):
+            Ring(comm, order=(0, 2, 1) if comm.rank == 2 else (0, 1, 2))
+
+    run_ranks(3, work)
+
+
 def test_all_reduce_refuses_different_algorithms():
     def work(comm):
         comm.all_reduce(torch.ones(1), algorithm="ring" if comm.rank else "dummy")

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from allstep.comm.agreement import agree
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.group import WorkerGroup
-from allstep.errors import UsageError
 
 
 class Ring(AllReduce):
@@ -26,6 +26,7 @@ class Ring(AllReduce):
 
     Raises:
         UsageError: if `order` is no permutation of the ranks.
+        DisagreementError: if ranks pass other orders.
 
     Source: Patarasuk and Yuan, 2009; Gibiansky, "Bringing HPC techniques to deep learning",
     2017, whose chunk numbers these are.
@@ -35,14 +36,19 @@ class Ring(AllReduce):
 
     def __init__(self, comm: WorkerGroup, order: Sequence[int] | None = None) -> None:
         super().__init__(comm)
-        order = range(comm.size) if order is None else order
-        if sorted(order) != list(range(comm.size)):
-            raise UsageError(
-                f"`order` (={tuple(order)}) must name each of the ranks 0 to {comm.size - 1} once."
-            )
+        if order is not None:
+            self._agree_on(tuple(order))
+        order = range(comm.size) if order is None else tuple(order)
         self._place = order.index(comm.rank)
         self._next = order[(self._place + 1) % comm.size]
         self._previous = order[(self._place - 1) % comm.size]
+
+    def _agree_on(self, order: tuple[int, ...]) -> None:
+        fault = None
+        if sorted(order) != list(range(self.comm.size)):
+            last = self.comm.size - 1
+            fault = f"`order` (={order}) must name each of the ranks 0 to {last} once."
+        agree(self.comm, f"make a ring in the order {order}", fault=fault)
 
     def _reduce_(self, flat: Tensor) -> None:
         chunks = flat.tensor_split(self.comm.size)
