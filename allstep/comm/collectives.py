@@ -190,8 +190,8 @@ class TensorCollectives(CommunicatorBase):
     def all_gather_into_tensor(self, x: Tensor, *, check: bool = False) -> Tensor:
         """Every rank's tensor, stacked; one message where `all_gather` first tells the shapes.
 
-        Ranks that pass different shapes or dtypes get garbage or a PeerLostError: it is for code
-        that has made sure of them before, or passes `check`.
+        Ranks that pass different shapes or dtypes get garbage or a PeerLostError, or Gloo ends
+        their process: it is for code that has made sure of them before, or passes `check`.
 
         Args:
             x: [*shape], of the same shape and dtype on every rank.

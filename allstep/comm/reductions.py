@@ -73,7 +73,8 @@ class Reductions(CommunicatorBase):
                 several tensors travel as one. None for the backend's own, tensor by tensor.
             check: whether the ranks compare what they want before, with one small message
                 more; pass the same on all of them. None compares what this rank has not
-                reduced before: after that, ranks that disagree get wrong values.
+                reduced before: after that, ranks that disagree get wrong values, or Gloo ends
+                their process.
             async_op: return at once; do not touch `x` until the result was waited for. With
                 an `algorithm` other than "native" the call still does all the work.
 
