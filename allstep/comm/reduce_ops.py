@@ -107,11 +107,12 @@ def write_back(tensor: Tensor, reduced: Tensor, divisor: int) -> Tensor:
     target = tensor.detach()
     if target.is_floating_point() and not reduced.is_floating_point():
         reduced = _swap_order(reduced.to(_OF_BITS[target.itemsize])).view(target.dtype)
-    if reduced.data_ptr() != target.data_ptr() or reduced.dtype != target.dtype:
+    if reduced.data_ptr() != target.data_ptr():  # else it was reduced in place
         if target.is_complex():
             target.copy_(torch.view_as_complex(reduced))
         else:
-            target.copy_(reduced)
+            # torch's own conversion to float16 leaves the target's negative bit out.
+            target.copy_(reduced.to(target.dtype))
     return tensor
 
 

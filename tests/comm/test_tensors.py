@@ -120,10 +120,20 @@ def test_all_reduce_of_tensors_with_the_negative_bit(op, algorithm, expected):
     assert run_ranks(3, work) == [expected] * 3
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring", "recursive_doubling", "shared_memory"])
-def test_all_reduce_of_one_element_of_many(algorithm):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mean_of_halves_with_the_negative_bit(dtype):
     def work(comm):
-        x = torch.zeros(6)
+        x = torch._neg_view(torch.tensor([1.0, -2.0, 3.0], dtype=dtype) * (comm.rank + 1))
+        return comm.all_reduce(x, "mean").tolist()
+
+    assert run_ranks(3, work) == [[-2.0, 4.0, -6.0]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("algorithm", ["native", "ring", "recursive_doubling", "shared_memory"])
+def test_all_reduce_of_one_element_of_many(algorithm, dtype):
+    def work(comm):
+        x = torch.zeros(6, dtype=dtype)
         comm.all_reduce(x[1::3][1:].add_(comm.rank + 1), algorithm=algorithm)
         return x.tolist()
 
