@@ -26,6 +26,7 @@ _awaited_at_exit = WeakSet[threading.Thread]()
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+X = TypeVar("X")
 
 
 class Work(Protocol[T_co]):
@@ -82,17 +83,19 @@ class JoinedWork(Generic[T]):
     def __init__(self, works: Iterable[Work[Any]], finish: Callable[[], T]) -> None:
         self._works = deque(works)
         self._finish: Callable[[], T] | None = finish
+        self._finishing = threading.Lock()
         self._result: T | None = None
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Waits for the works, for at most `timeout_s` each."""
+        """Waits for the works, for at most `timeout_s` each; so may several threads."""
         _check(timeout_s)
-        while self._works:
-            self._works[0].wait(timeout_s)
-            self._works.popleft()
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
+        for work in tuple(self._works):
+            work.wait(timeout_s)
+            _take_off(work, self._works)
+        with self._finishing:
+            if self._finish is not None:
+                self._result = self._finish()
+                self._finish = None
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
@@ -295,9 +298,9 @@ class BackendWork:
                 if not self.outlast(time.monotonic() + timeout_s):
                     raise RuntimeError("the device's call timed out")
                 timeout_s = None
-            while self._works:
-                self._finish_one(self._works[0], timeout_s)
-                self._works.popleft()
+            for work in tuple(self._works):
+                self._finish_one(work, timeout_s)
+                _take_off(work, self._works)
         if self._on_end is not None:
             self._on_end()
 
@@ -339,6 +342,12 @@ class StreamWork:
     def is_completed(self) -> bool:
         """Whether the device has come to the event."""
         return self._event.query()
+
+
+def _take_off(work: X, works: deque[X]) -> None:
+    """Lets go of what has ended, unless another thread that waits for it has."""
+    with suppress(ValueError):
+        works.remove(work)
 
 
 def _check(timeout_s: float | None) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -18,6 +19,27 @@ def test_joined_work_finishes_once_and_gives_its_result_again():
     work = JoinedWork([CompletedWork(1), CompletedWork(2)], lambda: calls.append(1) or len(calls))
     assert work.is_completed()
     assert [work.wait(3), work.wait()] == [1, 1]
+    assert calls == [1]
+
+
+class Meets(CompletedWork[None]):
+    """Ends once two threads wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._barrier = threading.Barrier(2, timeout=10)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._barrier.wait()
+
+
+def test_joined_work_of_several_threads_that_wait():
+    """Each waits for all that it joins, whoever is first."""
+    calls: list[int] = []
+    work = JoinedWork([Meets(), Meets()], lambda: calls.append(1) or len(calls))
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(work.wait) for _ in range(2)]
+        assert [future.result() for future in found] == [1, 1]
     assert calls == [1]
 
 
