@@ -17,7 +17,7 @@ from allstep.train.progress import Progress
 from allstep.train.report import Meter
 from allstep.train.saver import Saver
 from allstep.train.step import Update
-from allstep.train.stop import Interrupts, PiggybackedStopAgreement
+from allstep.train.stop import Interrupts, StepStopAgreement
 
 
 class Training(Protocol):
@@ -109,7 +109,7 @@ class Loop:
         loggers: Sequence[Logger] = (),
         has_global_losses: bool = False,
         data_axis: Communicator | None = None,
-        agreement: PiggybackedStopAgreement | None = None,
+        agreement: StepStopAgreement | None = None,
     ) -> None:
         self._training = training
         self._has_global_losses = has_global_losses
@@ -297,6 +297,8 @@ class Loop:
         if is_save_due or is_last:
             # What may have been saved after the last step is of before the last updates.
             self._saver.save(self._training.step, replace=is_last)
+            if self._has_global_losses:  # elastic: rank 0 may be lost before it has written it
+                self._comm.barrier()
         if self.interrupted is None:
             self._evaluate_if_due(progress)
         self._ended_epoch = epoch

@@ -124,15 +124,20 @@ def test_killed_in(moment: str, tmp_path: Path, undisturbed: Path) -> None:
     check_same(tmp_path, undisturbed)
 
 
-def test_killed_as_it_writes_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
-    """The others write that of this step in its place."""
-    options = replace(OPTIONS, keep_checkpoints=100)
-    arguments = (tmp_path, {0: ("write_checkpoint", 2)}, None, options)
+@pytest.mark.parametrize(
+    ("every_steps", "number"), [(3, 2), (None, 1), pytest.param(None, 5, marks=pytest.mark.slow)]
+)
+def test_killed_as_it_writes_a_checkpoint(
+    every_steps: int | None, number: int, tmp_path: Path
+) -> None:
+    """The others write that of this step in its place, also that of an epoch, and the last one."""
+    changes: dict[str, Any] = {"checkpoint_every_steps": every_steps, "evaluate_every_epochs": 2}
+    options = replace(OPTIONS, keep_checkpoints=100, **changes)
+    arguments = (tmp_path, {0: ("write_checkpoint", number)}, None, options)
     with Workers(2, train, arguments, min_workers=1) as workers:
         assert ended(workers) == [-signal.SIGKILL, 0], workers.outcomes()
-    check_same(tmp_path, undisturbed)
     saved = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert saved == sorted({*range(3, NUM_STEPS + 1, 3), NUM_STEPS})
+    assert saved == sorted({*range(every_steps or 4, NUM_STEPS + 1, every_steps or 4), NUM_STEPS})
 
 
 def test_killed_as_it_writes_the_best_checkpoint(tmp_path: Path) -> None:
