@@ -66,10 +66,10 @@ class DisagreementError(CommunicationError):
     """Workers passed tensors, names or keys that do not match.
 
     Attributes:
-        is_as_rank_0: whether it is known that this worker's match those of rank 0.
+        matches_rank_0: whether it is known that this worker's match those of rank 0.
     """
 
-    is_as_rank_0 = False
+    matches_rank_0 = False
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:

@@ -75,7 +75,7 @@ def agree(
             words = explain(group, action, details, fault=fault, cure=cure, verb=verb)
             if fault is None:
                 error = DisagreementError(words)
-                error.is_as_rank_0 = bodies[0].startswith(compared)
+                error.matches_rank_0 = bodies[0].startswith(compared)
                 raise error
         bodies = [body[len(compared) :] for body in bodies]
     if fault is not None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from allstep.comm.agreement import agree
@@ -122,7 +123,7 @@ class AutoCheckpoint:
     def __enter__(self) -> Self:
         if self._entered is not None:
             raise UsageError("An AutoCheckpoint is entered once; make another one.")
-        agree(self._comm, "keep checkpoints", list(self._saver.intervals.items()))
+        agree(self._comm, "keep checkpoints", self._saver.shared_options)
         with ExitStack() as stack:
             stack.enter_context(self._interrupts)
             step = stack.enter_context(self._saver.hold(resume=None))
@@ -131,11 +132,16 @@ class AutoCheckpoint:
             self._entered = stack.pop_all()
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self._entered is not None
-        with self._entered:
-            if error_type is None:
-                self._saver.drain()
+        if error_type is None:
+            self._entered.callback(self._saver.drain)
+        self._entered.__exit__(error_type, error, trace)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The epochs that are still to come, the one that was begun first; none after a signal.

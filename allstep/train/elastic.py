@@ -50,7 +50,7 @@ from allstep.nn import GroupedBatchNorm
 from allstep.torch_classes import is_dtensor
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.options import TrainOptions
-from allstep.train.stop import PiggybackedStopAgreement
+from allstep.train.stop import StepStopAgreement
 from allstep.train.task import Task, all_stages
 
 # How it shows that a worker was lost; a disagreement is a mistake.
@@ -71,9 +71,7 @@ class StepCommit:
         stop: by which the workers agree to stop.
     """
 
-    def __init__(
-        self, comm: Communicator, membership: Membership, stop: PiggybackedStopAgreement
-    ) -> None:
+    def __init__(self, comm: Communicator, membership: Membership, stop: StepStopAgreement) -> None:
         self._comm = comm
         self._membership = membership
         self.stop = stop

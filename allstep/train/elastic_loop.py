@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ from allstep.train.elastic import LOST, check_loop, parameters_of
 from allstep.train.loop_state import BeforeStep, LoopState, refuse_second_loop
 from allstep.train.run_lock import run_lock
 from allstep.train.saver import Saver
-from allstep.train.stop import Interrupts, PiggybackedStopAgreement
+from allstep.train.stop import Interrupts, StepStopAgreement
 from allstep.train.worker_changes import PLACES, WorkerChanges
 
 
@@ -45,9 +46,9 @@ class Elastic:
     Code outside of it must not talk to other workers: `batch.global_loss()` may be called.
 
     With `run_dir` it also does what `AutoCheckpoint` does: started again, the training goes on from
-    its newest checkpoint, and SIGINT and SIGTERM end the loop after the current step, on all
-    workers after the same one, with a checkpoint. Whoever is rank 0 writes, and only it touches the
-    disk; if it is lost before it has written, the next rank 0 does.
+    its newest checkpoint, and SIGINT and SIGTERM end the loop after the current step or the next,
+    on all workers after the same one, with a checkpoint. Whoever is rank 0 writes, and only it
+    touches the disk; if it is lost before it has written, the next rank 0 does.
 
     Args:
         loader: from `allstep.data.loader`, of a map-style data set.
@@ -104,7 +105,7 @@ class Elastic:
         self._loader, self._exchanges, comm = loader, exchanges, exchanges[0].comm
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._interrupts = Interrupts()
-        self._stop = PiggybackedStopAgreement(self._interrupts)
+        self._stop = StepStopAgreement(self._interrupts)
         self._saver = Saver(
             self,
             comm,
@@ -149,6 +150,8 @@ class Elastic:
             self._entered = stack
             if changes is not None and changes.begin(self._training()):
                 self._was_over = False  # as who joins begins with a step
+            elif changes is not None and self._was_over:
+                changes.enter(self._loader.step - 1, 2)  # behind the last one's update
             if self._run_dir is not None:
                 stack.enter_context(self._interrupts)
             self._entered = stack.pop_all()
@@ -156,31 +159,40 @@ class Elastic:
 
     def _go_on_from_checkpoint(self, stack: ExitStack) -> None:
         comm = self._state.comm
-        agree(comm, "keep checkpoints", list(self._saver.intervals.items()))
+        agree(comm, "keep checkpoints", self._saver.shared_options)
         step = stack.enter_context(self._saver.hold(resume=None))
         self._has_lock = comm.rank == 0
         if step is not None and comm.rank == 0:
             logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self._entered is not None
-        with self._entered:
-            changes = self._changes
-            if changes is None:
-                return
-            if error_type is not None:
-                changes.leave()
-                return
-            changes.enter(self._loader.step, 1)
-            changes.between = self._state.position()
-            changes.end(128 + self.interrupted if self.interrupted else 0)
+        self._entered.push(self._leave)
+        self._entered.__exit__(error_type, error, trace)
+
+    def _leave(self, error_type: type[BaseException] | None, *_: object) -> None:
+        changes, step = self._changes, self._loader.step
+        if changes is None:
+            return
+        if error_type is not None:
+            changes.leave()
+            return
+        changes.enter(step, changes.place + 1 if changes.step == step else 1)
+        changes.between = self._state.position()
+        changes.end(128 + self.interrupted if self.interrupted else 0)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The epochs that are still to come; for a worker that joins, from the others' present one.
 
         None after a signal, where checkpoints are kept.
 
-        Each belongs to one loop over `steps`. A worker that joins in the midst of one has run what
+        Each belongs to one loop over `steps`; if that is left before its end, the next one is of
+        the same epoch. A worker that joins in the midst of one has run what
         comes before that loop, too.
 
         Args:
@@ -200,15 +212,16 @@ class Elastic:
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
         with preserved_random_state(self._state.comm.device):
-            while (epoch := self._loader.epoch - self._was_over) < num_epochs:
+            while self.interrupted is None:
+                epoch = self._loader.epoch - self._was_over
+                if epoch >= num_epochs:
+                    break
                 self._is_behind_batch, self._epoch = False, epoch
                 self._state.seed_epoch(epoch)
                 yield epoch
-                self._was_over = False
-                if self.interrupted is not None:
-                    break
+                self._was_over = self._is_in_steps = False
                 is_last = epoch + 1 == num_epochs
-                if self._saver.drain() or is_last:
+                if self.interrupted is None and (self._saver.drain() or is_last):
                     # So that only the last one's end is run again, without the steps before it.
                     self._save(replace=not is_last)
         self._is_behind_batch = True
@@ -223,13 +236,20 @@ class Elastic:
             self._call(self._write)
 
     def _write(self) -> str:
-        if self._state.comm.rank == 0 and not self._has_lock:
-            assert self._run_dir is not None and self._entered is not None
-            alone = Communicator.single_process()
-            self._entered.enter_context(run_lock(self._run_dir, alone, goes_on=True))
-            self._has_lock = True
         self._saver.save(self._loader.step, replace=True)
         return ""
+
+    def _hold_folder(self) -> None:
+        """As the rank 0 that comes after one that was lost; again, until that lets go of it."""
+        if self._run_dir is None or self._has_lock or self._state.comm.rank > 0:
+            return
+        assert self._entered is not None
+        with ExitStack() as stack:
+            alone = Communicator.single_process()
+            lock = run_lock(self._run_dir, alone, goes_on=True)
+            self._has_lock = stack.enter_context(lock)
+            if self._has_lock:
+                self._entered.push(stack.pop_all())
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Calls what talks to other workers, such as an evaluation; again if one is lost meanwhile.
@@ -349,8 +369,13 @@ class Elastic:
     def after_step(self) -> bool:
         """A global batch's turn is over; saves if it is time to, returns whether to stop."""
         self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
+        self._is_in_batch, self._is_behind_batch = False, True  # also if nobody has iterated it
         if self._saver.is_due(self._loader.step):
             self._save()
+        number = self.interrupted
+        if number is not None and self._run_dir is None:
+            self._saver.interrupted = None
+            signal.raise_signal(number)
         return self.interrupted is not None
 
     def end_steps(self) -> None:
@@ -369,11 +394,10 @@ class Elastic:
             return
         changes.enter(self._loader.step, 0)
         changes.between = self._state.position()
-        if self._run_dir is None and self._interrupts.requested is not None:
-            signal.raise_signal(self._interrupts.requested)
         if changes.messages.others_wait:
             changes.change()
         changes.be_ready()
+        self._hold_folder()
 
     def begin_pass(self) -> GlobalBatch | None:
         """Before a batch's micro-batches are run: another cut of it where workers have changed.
@@ -394,6 +418,7 @@ class Elastic:
         for before in self._before:
             before.put_back()
         changes.take_up()
+        self._hold_folder()
         return next(self._loader.global_batches())
 
     def commit(self, sums: Tensor) -> Tensor:
@@ -413,8 +438,12 @@ class Elastic:
             self._stop.note(self._stop.asked)
         else:
             changes.enter(changes.step, changes.place + 1, is_committing=True)
-            sums = changes.messages.commit(sums).wait()
+            own = self._num_epochs if self._state.comm.rank == 0 else 0
+            told = torch.cat([sums.reshape(-1), sums.new_tensor([own])])
+            told = changes.messages.commit(told).wait()
+            sums = told[:-1].view_as(sums)
             changes.note_committed(json.dumps([sums.tolist(), self._stop.agreed.tolist()]))
+            self._check_num_epochs(int(told[-1]))
         self._end_batch()
         return sums
 
@@ -436,6 +465,14 @@ class Elastic:
         self._end_batch()
         return sums
 
+    def _check_num_epochs(self, of_rank_0: int) -> None:
+        """Else one would wait for others that have come to their end."""
+        if self._num_epochs != of_rank_0:
+            raise UsageError(
+                f"`num_epochs` (={self._num_epochs}) of `epochs` differs from that of rank 0"
+                f" (={of_rank_0}): give all workers the same."
+            )
+
     def _end_batch(self) -> None:
         self._is_in_batch, self._is_behind_batch = False, True
 
@@ -449,7 +486,7 @@ class Elastic:
                 f"model {n}": {**exchange.policy.in_words, **parameters_of(exchange.model)}
                 for n, exchange in enumerate(self._exchanges)
             },
-            "checkpoints": self._saver.intervals,
+            "checkpoints": dict(self._saver.shared_options),
             "threads": torch.get_num_threads(),
         }
 

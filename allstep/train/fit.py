@@ -27,7 +27,7 @@ from allstep.train.metrics import Logger
 from allstep.train.options import TrainOptions
 from allstep.train.report import RunReport
 from allstep.train.run import Run
-from allstep.train.stop import Interrupts, PiggybackedStopAgreement
+from allstep.train.stop import Interrupts, StepStopAgreement
 from allstep.train.task import Task
 
 
@@ -131,7 +131,7 @@ def fit_elastic(
         while True:
             loop: Loop | None = None
             try:
-                stop = PiggybackedStopAgreement(interrupts)
+                stop = StepStopAgreement(interrupts)
                 elastic = StepCommit(comm, membership, stop)
                 with closing(Run(task, options, comm, elastic)) as run, _aborted(comm):
                     loop = _loop(run, options, comm, run_dir, interrupts, loggers, stop)
@@ -165,7 +165,7 @@ def _loop(
     run_dir: Path,
     interrupts: Interrupts,
     loggers: Sequence[Logger],
-    agreement: PiggybackedStopAgreement | None = None,
+    agreement: StepStopAgreement | None = None,
 ) -> Loop:
     best = options.best
     if best is not None:

@@ -193,6 +193,8 @@ class LoopState:
                 exchange.load_state_dict(stored)
         for exchange, stored in zip(self.exchanges, state["gradients"] or (), strict=False):
             parameters = _parameters(exchange)
+            for name in parameters.keys() - stored.keys():
+                parameters[name].grad = None
             for name, gradient in stored.items():
                 p = parameters.get(name)
                 if p is not None:  # which other workers have of a divided model

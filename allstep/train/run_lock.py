@@ -28,7 +28,7 @@ _held: set[Path] = set()
 
 
 @contextmanager
-def run_lock(run_dir: Path, comm: Communicator, *, goes_on: bool = False) -> Iterator[None]:
+def run_lock(run_dir: Path, comm: Communicator, *, goes_on: bool = False) -> Iterator[bool]:
     """Holds a run's folder, on rank 0 for all; see [Note: run lock]. All workers call it.
 
     Where the file system has no locks, a warning says so and the run goes on.
@@ -38,6 +38,9 @@ def run_lock(run_dir: Path, comm: Communicator, *, goes_on: bool = False) -> Ite
         comm: the workers that train.
         goes_on: with a training of this folder in memory: who holds it still is a worker that was
             left behind, and lets go of it before it does anything else.
+
+    Yields:
+        Whether this worker holds it.
 
     Raises:
         UsageError: on every worker, if another process trains there or it can't be written.
@@ -50,7 +53,7 @@ def run_lock(run_dir: Path, comm: Communicator, *, goes_on: bool = False) -> Ite
         problem = comm.broadcast_object(problem)
         if problem is not None:
             raise UsageError(problem)
-        yield
+        yield descriptor is not None
     finally:
         _let_go(file, descriptor)
 

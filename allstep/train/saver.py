@@ -12,7 +12,7 @@ from allstep.comm import SIGNALLED, Communicator
 from allstep.errors import CheckpointError, check_positive
 from allstep.train.checkpoint import Checkpoints, Select, Stateful
 from allstep.train.run_lock import run_lock
-from allstep.train.stop import Interrupts, PiggybackedStopAgreement, StopAgreement
+from allstep.train.stop import Interrupts, StepStopAgreement, StopAgreement
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Saver:
         every_s: float | None = None,
         keep: int = 3,
         clock: Callable[[], float] = time.monotonic,
-        agreement: StopAgreement | PiggybackedStopAgreement | None = None,
+        agreement: StopAgreement | StepStopAgreement | None = None,
     ) -> None:
         if every_s is not None:
             check_positive("every_s", every_s, "give a number of seconds, such as 600.0")
@@ -67,18 +67,19 @@ class Saver:
             self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep)
         self._interrupts = interrupts
         self._agreement = agreement or StopAgreement(comm)
-        self._every_steps, self._every_s = every_steps, every_s
+        self._every_steps, self._every_s, self._keep = every_steps, every_s, keep
         self._clock = clock
         self._saved_at_s = clock()  # or when a checkpoint was asked for
 
     @property
-    def intervals(self) -> dict[str, object]:
-        """When it saves, as all workers must have it alike; by rank 0's clock of several."""
-        return {
-            "run_dir is None": self._run_dir is None,
-            "every_steps": self._every_steps,
-            "every_s is None": self._every_s is None,
-        }
+    def shared_options(self) -> list[tuple[str, object]]:
+        """What all workers must have alike, by name; how many seconds only rank 0 needs."""
+        return [
+            ("run_dir is None", self._run_dir is None),
+            ("every_steps", self._every_steps),
+            ("every_s is None", self._every_s is None),
+            ("keep", self._keep),
+        ]
 
     @contextmanager
     def hold(

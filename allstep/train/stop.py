@@ -118,7 +118,7 @@ class StopAgreement:
         return agreed or None
 
 
-class PiggybackedStopAgreement:
+class StepStopAgreement:
     """As `StopAgreement`, at once, and in a message that each step sends anyway.
 
     Args:
@@ -147,7 +147,7 @@ class PiggybackedStopAgreement:
         self.agreed = agreed
 
     def __call__(self, signal_number: int | None, *, is_save_due: bool = False) -> int | None:
-        """Says whether to ask for a checkpoint; returns a signal that a worker had got."""
+        """Notes whether to ask for a checkpoint; returns a signal that a worker had got."""
         agreed = self.drain()
         self._asks_to_save = is_save_due
         return agreed

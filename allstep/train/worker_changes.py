@@ -23,12 +23,13 @@ import logging
 from collections.abc import Mapping
 
 from allstep.comm import Communicator
+from allstep.comm.agreement import agree
 from allstep.comm.membership import Membership, regroup
 from allstep.errors import CheckpointError, DisagreementError, PeerLostError, UsageError
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.elastic import LOST, StepCommit, admit, tell_who_goes_on
 from allstep.train.loop_state import LoopState
-from allstep.train.stop import PiggybackedStopAgreement
+from allstep.train.stop import StepStopAgreement
 
 PLACES = 1 << 20  # in a step, at most: its start, its batch, its last message, then calls
 
@@ -54,7 +55,7 @@ class WorkerChanges:
         comm: Communicator,
         membership: Membership,
         state: LoopState,
-        stop: PiggybackedStopAgreement,
+        stop: StepStopAgreement,
     ) -> None:
         self._comm, self._membership, self._state = comm, membership, state
         self.messages = StepCommit(comm, membership, stop)
@@ -94,7 +95,7 @@ class WorkerChanges:
         """All have come to the end. Collective.
 
         Args:
-            code: as for `Membership.end`.
+            code: for the launcher to exit with, should its own workers all have been lost.
         """
         while not self._all_have_met():
             try:
@@ -109,7 +110,7 @@ class WorkerChanges:
         """Whether all are here, or have been: for some the training may be over already."""
         try:
             self.take_up()
-            self._comm.barrier()
+            agree(self._comm, "end the loop over epochs")
         except LOST:
             return self._membership.is_over
         return True
@@ -183,7 +184,7 @@ class WorkerChanges:
             ):
                 exchange.begin_again(stored)
         except DisagreementError as error:
-            if not has_new or (is_new and not error.is_as_rank_0):
+            if not has_new or (is_new and not error.matches_rank_0):
                 raise
             if self._comm.rank == 0:
                 logging.getLogger("allstep").info(f"goes on without who joined: {error}")

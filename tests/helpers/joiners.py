@@ -36,6 +36,11 @@ def has_generation(address: StoreAddress, number: int) -> bool:
     return Generation.read(_opened(address), number) is not None
 
 
+def ask_to_stop(address: StoreAddress, signal_number: int) -> None:
+    """As a launcher asks all workers whose own have ended."""
+    _opened(address).set("stop", str(signal_number))
+
+
 def asks_to_stop(address: StoreAddress) -> bool:
     """Whether the launcher asks all workers to stop."""
     return signal_to_stop(_opened(address)) is not None

@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, LocalSGD, Stale
+from allstep.comm import read_states
+from allstep.comm.worker_state import FAILED
 from allstep.errors import CheckpointError, DisagreementError, UsageError
 from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.ranks import run_ranks
@@ -568,6 +570,99 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     ):
         pass
     second.train(second.checkpoint(tmp_path))
+
+
+class SmallLoop:
+    """Of three steps an epoch and a rate that falls, kept by `Elastic` or `AutoCheckpoint`."""
+
+    def __init__(self, run_dir: Path, *, elastic: bool, **options: Any) -> None:
+        policy = allstep.Synchronous(compression="exact")
+        self._parts = Parts(alone(), policy=policy, num_samples=12)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self._parts.optimizer, 1, 0.5)
+        loader, exchange = self._parts.loader, self._parts.exchange
+        state = {"optimizer": self._parts.optimizer, "schedule": self.schedule}
+        self.keeper: allstep.AutoCheckpoint | allstep.Elastic
+        if elastic:
+            keeper = allstep.Elastic(loader, exchange, state=state, run_dir=run_dir, **options)
+            self._given: dict[str, Any] = {"elastic": keeper}
+            self.keeper = keeper
+        else:
+            self.keeper = allstep.AutoCheckpoint(run_dir, loader, exchange, state=state, **options)
+            self._given = {"checkpoint": self.keeper}
+        self.steps: list[int] = []
+
+    def epoch(self, before: Callable[[int], object] = lambda step: None) -> None:
+        """Its steps, up to one before which is returned True; without those with False."""
+        parts = self._parts
+        for batch in allstep.steps(parts.loader, parts.exchange, **self._given):
+            told = before(batch.step)
+            if told is False:
+                continue
+            for (x,) in batch:
+                batch.backward(parts.model(x).mean())
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+            self.steps.append(batch.step)
+            if told is True:
+                break
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_epochs_steps_are_left_at_the_last_one(elastic: bool, tmp_path: Path) -> None:
+    """What follows them has been run when the end of the epoch is saved."""
+
+    def live(dies_at: int) -> SmallLoop:
+        def before(step: int) -> bool | None:
+            if step == dies_at:
+                raise CrashError
+            return step % 3 == 2 or None
+
+        loop = SmallLoop(tmp_path, elastic=elastic)
+        with loop.keeper as keeper:
+            for _ in keeper.epochs(3):
+                loop.epoch(before)
+                loop.schedule.step()
+        return loop
+
+    with pytest.raises(CrashError):
+        live(4)
+    again = live(-1)
+    assert again.steps == [3, 4, 5, 6, 7, 8]
+    assert again.schedule.get_last_lr() == [0.1 * 0.5**3]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_global_batch_that_is_left_out(elastic: bool, tmp_path: Path) -> None:
+    loop = SmallLoop(tmp_path, elastic=elastic, every_steps=1)
+    with loop.keeper as keeper:
+        for _ in keeper.epochs(1):
+            loop.epoch(lambda step: False if step == 1 else None)
+    assert loop.steps == [0, 2]
+    assert saved_steps(tmp_path) == [1, 2, 3]
+
+
+def test_no_epochs_follow_a_signal(tmp_path: Path, quiet: None) -> None:
+    def ask(step: int) -> None:
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    loop = SmallLoop(tmp_path, elastic=True)
+    with loop.keeper as keeper:
+        for num_epochs in (2, 4):
+            for _ in keeper.epochs(num_epochs):
+                loop.epoch(ask)
+    assert loop.steps == [0, 1]
+    assert saved_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_exception_in_the_loop_is_noted(elastic: bool, tmp_path: Path) -> None:
+    loop = SmallLoop(tmp_path, elastic=elastic)
+    with pytest.raises(CrashError), loop.keeper as keeper:
+        for _ in keeper.epochs(1):
+            raise CrashError("out of luck")
+    (state,) = read_states(tmp_path)
+    assert (state.end, state.message) == (FAILED, "CrashError: out of luck")
 
 
 def test_an_optimizer_that_is_not_in_the_state_is_refused_at_the_first_step(

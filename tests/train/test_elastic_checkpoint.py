@@ -14,6 +14,8 @@ import torch
 import allstep
 from allstep import Communicator, init
 from allstep.env import read_launch
+from allstep.errors import PeerLostError
+from allstep.train.run_lock import trainer_of
 from tests.helpers.compare import differing_names
 from tests.helpers.elastic_workers import Calls, Moment, ended, hold_until, is_held, wait_until
 from tests.helpers.joiners import num_joiners
@@ -168,6 +170,62 @@ def test_sigterm_of_one_worker(
     for rank in range(2):
         assert first["steps"] + outcomes[rank].value["steps"] == list(range(NUM_STEPS))
         check_same(outcomes[rank].value, whole)
+
+
+def hold_the_folder(run_dir: str) -> tuple[dict[str, Any], list[str | None]]:
+    """A life whose rank 0 is killed; who holds the folder at each update of the other one."""
+    holders: list[str | None] = []
+    with init(device="cpu", timeout_s=30.0) as comm:
+        kills = kill_at(("update", 2), signal.SIGKILL, (0,), comm)
+
+        def happens(now: tuple[str, int]) -> None:
+            if comm.size == 1:
+                holders.append(trainer_of(Path(run_dir)))
+            else:
+                kills(now)
+
+        return train(comm, run_dir, happens, elastic=True, every_steps=100), holders
+
+
+def test_the_next_rank_0_holds_the_folder(whole: dict[str, Any], tmp_path: Path) -> None:
+    """Before it has anything to write."""
+    with Workers(2, hold_the_folder, (str(tmp_path),), min_workers=1) as workers:
+        assert ended(workers) == [-signal.SIGKILL, 0], workers.outcomes()
+        found, holders = workers.outcomes()[1].value
+        pid = workers.pids[1]
+    check_same(found, whole)
+    assert all(holder is not None and f"process {pid} on" in holder for holder in holders)
+
+
+def miss_the_end_of_a_save(run_dir: str, dies: int) -> dict[str, Any]:
+    """Rank 2 is killed behind the first save of this life, of whose end rank 1 does not hear."""
+    with init(device="cpu", timeout_s=30.0) as comm:
+        barrier, rank, num_left = comm.barrier, comm.rank, 1 + dies
+
+        def losing() -> None:
+            nonlocal num_left
+            barrier()
+            num_left -= 1
+            if num_left == 0 and rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if num_left == 0 and rank == 1:
+                raise PeerLostError("the connection was closed")
+
+        comm.barrier = losing  # type: ignore[method-assign]
+        return train(comm, run_dir, elastic=True)
+
+
+def test_a_life_that_begins_behind_an_epochs_last_step(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """The places that workers come to go on growing."""
+    run(1, tmp_path, None, ("epoch", 1), signal.SIGKILL, (0,), every_steps=None)
+    with Workers(3, miss_the_end_of_a_save, (str(tmp_path), 0), min_workers=1) as workers:
+        assert ended(workers) == [0, 0, -signal.SIGKILL], workers.outcomes()
+        for rank in range(2):
+            found = workers.outcomes()[rank].value
+            assert found["steps"] == list(range(8, NUM_STEPS))
+            check_same(found, whole)
 
 
 @pytest.mark.slow

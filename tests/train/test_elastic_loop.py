@@ -42,7 +42,7 @@ from tests.helpers.elastic_workers import (
     is_held,
     wait_until,
 )
-from tests.helpers.joiners import ask_and_end, has_generation, num_joiners
+from tests.helpers.joiners import ask_and_end, ask_to_stop, has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.ranks import run_ranks
 
@@ -682,6 +682,16 @@ def test_going_on_from_a_file(tmp_path: Path, undisturbed: dict[str, Tensor]) ->
         resumed.elastic.load_state_dict({})
 
 
+def test_gradients_of_before_do_not_stay() -> None:
+    """A state that has none is loaded over some that wait for an update."""
+    loop = Loop(Communicator.single_process())
+    state = pickle.loads(pickle.dumps(loop.elastic.state_dict()))
+    for p in loop.model.parameters():
+        p.grad = torch.ones_like(p)
+    loop.elastic.load_state_dict(state)
+    assert all(p.grad is None for p in loop.model.parameters())
+
+
 class StoppedError(Exception):
     """In place of a process's end."""
 
@@ -952,6 +962,30 @@ def test_joining_beside_one_with_something_else(
         for group in (workers, joiner):
             check_same(group.outcomes()[0], undisturbed)
     check_seen_once(tmp_path)
+
+
+@pytest.mark.process
+def test_a_launcher_asks_to_stop(tmp_path: Path) -> None:
+    """Signals are the script's, which has a handler for none."""
+    goes_on = tmp_path / "goes_on"
+    with Workers(2, train, (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)}), min_workers=1) as own:
+        wait_until(lambda: is_held(goes_on), own)
+        ask_to_stop(own.store_address, signal.SIGTERM)
+        goes_on.touch()
+        assert ended(own) == [-signal.SIGTERM] * 2, own.outcomes()
+
+
+def train_for_some_epochs(changes: int) -> None:
+    with init(device="cpu", timeout_s=30.0) as comm:
+        Loop(comm).run(NUM_EPOCHS + changes * comm.rank)
+
+
+@pytest.mark.process
+def test_workers_with_other_numbers_of_epochs() -> None:
+    """That of rank 0 goes on without the other one."""
+    with Workers(2, train_for_some_epochs, (1,), min_workers=1) as workers:
+        assert ended(workers) == [0, 1]
+        assert "`num_epochs` (=4) of `epochs` differs" in workers.outcomes()[1].value
 
 
 @pytest.mark.process

@@ -93,8 +93,8 @@ TRAINING_MUTANTS = {
     ),
     "an update without the others": (
         "train/elastic_loop.py",
-        "sums = changes.messages.commit(sums)",
-        "changes.messages.commit(sums)",
+        "told = changes.messages.commit(told).wait()",
+        "changes.messages.commit(told).wait()",
     ),
 }
 
