@@ -29,7 +29,7 @@ from allstep.env import read_launch
 from allstep.files import replacing
 from allstep.train.elastic import StepCommit
 from allstep.train.run import Run
-from allstep.train.stop import Interrupts
+from allstep.train.stop import Interrupts, StepStopAgreement
 
 NUM_WORKERS, MICRO_BATCH = 4, 32
 OVERHEAD_STEPS = 40  # of an epoch
@@ -222,7 +222,7 @@ def fit_updates(task: Task, comm: Communicator, is_elastic: bool) -> Iterator[No
     if is_elastic:
         membership = Membership(read_launch(), grace_s=comm.timeout_s)
         membership.begin(comm)
-        commit = StepCommit(comm, membership, Interrupts())
+        commit = StepCommit(comm, membership, StepStopAgreement(Interrupts()))
     schedule = allstep.optim.hold(task.schedule, OVERHEAD_STEPS)
     own = replace(task, model=copy.deepcopy(task.model), schedule=schedule)
     run = Run(own, OPTIONS, comm, commit)
