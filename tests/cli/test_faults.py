@@ -1,5 +1,6 @@
 """One worker fails, all stop; Ctrl-C and SIGTERM end a run; nothing stays behind."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -108,11 +109,18 @@ def test_a_killed_worker_is_named_and_its_peers_end(tmp_path, fault):
     assert run.code == 1
 
 
+def is_stuck(loader: psutil.Process) -> bool:
+    """Whether it reads a sample of `Stuck`, which all are asked for once all have been started."""
+    status = Path(f"/proc/{loader.pid}/status").read_text()
+    ignored = int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16)
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
+
+
 def test_workers_end_when_their_launcher_is_killed(tmp_path):
     run = Faulty(2, "hang_in_loader", tmp_path)
     workers = [psutil.Process(pid) for pid in run.pids()]
     # A loader that is being started meanwhile may outlive its worker until it looks for it.
-    run.wait_until(lambda: all(len(worker.children()) >= 2 for worker in workers))
+    run.wait_until(lambda: all(sum(map(is_stuck, w.children())) == 2 for w in workers))
     family = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
     _, alive = psutil.wait_procs(family, timeout=STOP_S)
