@@ -1,6 +1,5 @@
 """A user's own loop that goes on where it was: it saves by itself and resumes by itself."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -91,16 +90,13 @@ class AutoCheckpoint:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = LoopState(loader, exchanges, state)
-        if every_steps is not None:
-            check_integer("every_steps", every_steps)
-        self._run_dir = None if run_dir is None else Path(run_dir)
         self._loader, self._exchanges = loader, exchanges
         self._comm = self._state.comm
         self._interrupts = Interrupts()
         self._saver = Saver(
             self,
             self._comm,
-            self._run_dir,
+            None if run_dir is None else Path(run_dir),
             self._interrupts,
             every_steps=every_steps,
             every_s=every_s,
@@ -123,12 +119,9 @@ class AutoCheckpoint:
     def __enter__(self) -> Self:
         if self._entered is not None:
             raise UsageError("An AutoCheckpoint is entered once; make another one.")
-        agree(self._comm, "keep checkpoints", self._saver.shared_options)
         with ExitStack() as stack:
             stack.enter_context(self._interrupts)
-            step = stack.enter_context(self._saver.hold(resume=None))
-            if step is not None and self._comm.rank == 0:
-                logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
+            stack.enter_context(self._saver.hold_for_loop())
             self._entered = stack.pop_all()
         return self
 

@@ -1,7 +1,6 @@
 """A user's own loop over `steps` that goes on without workers that are lost, and with others."""
 
 import json
-import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.comm.agreement import agree
 from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.data import GlobalBatch, MapLoader
@@ -100,8 +98,6 @@ class Elastic:
     ) -> None:
         self._state = LoopState(loader, exchanges, state)
         check_loop(loader, exchanges)
-        if every_steps is not None:
-            check_integer("every_steps", every_steps)
         self._loader, self._exchanges, comm = loader, exchanges, exchanges[0].comm
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._interrupts = Interrupts()
@@ -146,7 +142,8 @@ class Elastic:
         changes = self._changes
         with ExitStack() as stack:
             if self._run_dir is not None and (changes is None or not changes.joins):
-                self._go_on_from_checkpoint(stack)
+                stack.enter_context(self._saver.hold_for_loop())
+                self._has_lock = self._state.comm.rank == 0
             self._entered = stack
             if changes is not None and changes.begin(self._training()):
                 self._was_over = False  # as who joins begins with a step
@@ -156,14 +153,6 @@ class Elastic:
                 stack.enter_context(self._interrupts)
             self._entered = stack.pop_all()
         return self
-
-    def _go_on_from_checkpoint(self, stack: ExitStack) -> None:
-        comm = self._state.comm
-        agree(comm, "keep checkpoints", self._saver.shared_options)
-        step = stack.enter_context(self._saver.hold(resume=None))
-        self._has_lock = comm.rank == 0
-        if step is not None and comm.rank == 0:
-            logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
 
     def __exit__(
         self,
@@ -192,8 +181,8 @@ class Elastic:
         None after a signal, where checkpoints are kept.
 
         Each belongs to one loop over `steps`; if that is left before its end, the next one is of
-        the same epoch. A worker that joins in the midst of one has run what
-        comes before that loop, too.
+        the same epoch. A worker that joins in the midst of one has run what comes before that
+        loop, too.
 
         Args:
             num_epochs: of the whole training.
@@ -236,6 +225,7 @@ class Elastic:
             self._call(self._write)
 
     def _write(self) -> str:
+        # In any case: an attempt that failed elsewhere may have come to its end here.
         self._saver.save(self._loader.step, replace=True)
         return ""
 

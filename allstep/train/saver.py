@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from allstep.comm import SIGNALLED, Communicator
-from allstep.errors import CheckpointError, check_positive
+from allstep.comm.agreement import agree
+from allstep.errors import CheckpointError, check_integer, check_positive
 from allstep.train.checkpoint import Checkpoints, Select, Stateful
 from allstep.train.run_lock import run_lock
 from allstep.train.stop import Interrupts, StepStopAgreement, StopAgreement
@@ -54,6 +55,8 @@ class Saver:
         clock: Callable[[], float] = time.monotonic,
         agreement: StopAgreement | StepStopAgreement | None = None,
     ) -> None:
+        if every_steps is not None:
+            check_integer("every_steps", every_steps)
         if every_s is not None:
             check_positive("every_s", every_s, "give a number of seconds, such as 600.0")
         self.newest: Path | None = None
@@ -116,6 +119,19 @@ class Saver:
             yield self.saved_step
             if self.interrupted is not None:
                 self._comm.activity.end(SIGNALLED, signal.Signals(self.interrupted).name)
+
+    @contextmanager
+    def hold_for_loop(self) -> Iterator[None]:
+        """As `hold`, for a user's own loop, which begins or goes on, whichever fits.
+
+        Raises:
+            DisagreementError: if workers would keep checkpoints otherwise.
+        """
+        agree(self._comm, "keep checkpoints", self.shared_options)
+        with self.hold(resume=None) as step:
+            if step is not None and self._comm.rank == 0:
+                logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
+            yield
 
     def after_step(self, step: int) -> bool:
         """Saves if it is time to; returns whether to stop instead, and save then.
