@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from allstep.comm import Communicator
 from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.data import GlobalBatch, MapLoader
@@ -23,12 +23,20 @@ from allstep.env import Launch, read_launch
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
-from allstep.train.elastic import LOST, check_loop, parameters_of
+from allstep.train.elastic import check_loop, parameters_of
 from allstep.train.loop_state import BeforeStep, LoopState, refuse_second_loop
-from allstep.train.run_lock import run_lock
 from allstep.train.saver import Saver
 from allstep.train.stop import Interrupts, StepStopAgreement
 from allstep.train.worker_changes import PLACES, WorkerChanges
+
+
+class _Place(Enum):
+    """Of a worker, in an epoch's body."""
+
+    BEFORE_STEPS = 0
+    IN_BATCH = 1  # from when the user gets it until all have its sums
+    BEHIND_BATCH = 2
+    BEHIND_STEPS = 3
 
 
 class Elastic:
@@ -99,13 +107,13 @@ class Elastic:
         self._state = LoopState(loader, exchanges, state)
         check_loop(loader, exchanges)
         self._loader, self._exchanges, comm = loader, exchanges, exchanges[0].comm
-        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._keeps_checkpoints = run_dir is not None
         self._interrupts = Interrupts()
         self._stop = StepStopAgreement(self._interrupts)
         self._saver = Saver(
             self,
             comm,
-            self._run_dir,
+            None if run_dir is None else Path(run_dir),
             self._interrupts,
             every_steps=every_steps,
             every_s=every_s,
@@ -120,11 +128,8 @@ class Elastic:
         if membership is not None:
             self._changes = WorkerChanges(comm, membership, self._state, self._stop)
         self._entered: ExitStack | None = None
-        self._has_lock = False  # of the folder, as rank 0
         self._num_epochs: int | None = None  # in `epochs`
-        self._is_in_batch = False
-        self._is_behind_batch = False  # or behind all of an epoch
-        self._is_in_steps = False
+        self._place = _Place.BEFORE_STEPS
         self._epoch = 0  # the present one
         self._was_over = False  # all its steps were made before the state that was loaded
         self._awaits_update: list[bool] = []  # between two steps: whether gradients are not used
@@ -141,15 +146,14 @@ class Elastic:
             raise UsageError("An Elastic is entered once; make another one.")
         changes = self._changes
         with ExitStack() as stack:
-            if self._run_dir is not None and (changes is None or not changes.joins):
+            if self._keeps_checkpoints and (changes is None or not changes.joins):
                 stack.enter_context(self._saver.hold_for_loop())
-                self._has_lock = self._state.comm.rank == 0
             self._entered = stack
             if changes is not None and changes.begin(self._training()):
                 self._was_over = False  # as who joins begins with a step
             elif changes is not None and self._was_over:
                 changes.enter(self._loader.step - 1, 2)  # behind the last one's update
-            if self._run_dir is not None:
+            if self._keeps_checkpoints:
                 stack.enter_context(self._interrupts)
             self._entered = stack.pop_all()
         return self
@@ -172,7 +176,7 @@ class Elastic:
             changes.leave()
             return
         changes.enter(step, changes.place + 1 if changes.step == step else 1)
-        changes.between = self._state.position()
+        changes.note_position()
         changes.end(128 + self.interrupted if self.interrupted else 0)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -205,15 +209,22 @@ class Elastic:
                 epoch = self._loader.epoch - self._was_over
                 if epoch >= num_epochs:
                     break
-                self._is_behind_batch, self._epoch = False, epoch
+                self._move(_Place.BEFORE_STEPS)
+                self._epoch = epoch
                 self._state.seed_epoch(epoch)
                 yield epoch
-                self._was_over = self._is_in_steps = False
+                self._was_over = False
+                self._move(_Place.BEHIND_STEPS)
                 is_last = epoch + 1 == num_epochs
                 if self.interrupted is None and (self._saver.drain() or is_last):
                     # So that only the last one's end is run again, without the steps before it.
                     self._save(replace=not is_last)
-        self._is_behind_batch = True
+        self._move(_Place.BEHIND_STEPS)
+
+    def _move(self, place: _Place) -> None:
+        """To what comes around the steps, unless a batch was left before its end."""
+        if self._place is not _Place.IN_BATCH:
+            self._place = place
 
     def _save(self, *, replace: bool = False) -> None:
         """Writes a checkpoint, unless that of this step is there; again, if a worker is lost.
@@ -221,7 +232,7 @@ class Elastic:
         Args:
             replace: write it in any case.
         """
-        if self._run_dir is not None and (replace or self._saver.saved_step != self._loader.step):
+        if self._keeps_checkpoints and (replace or self._saver.saved_step != self._loader.step):
             self._call(self._write)
 
     def _write(self) -> str:
@@ -230,16 +241,9 @@ class Elastic:
         return ""
 
     def _hold_folder(self) -> None:
-        """As the rank 0 that comes after one that was lost; again, until that lets go of it."""
-        if self._run_dir is None or self._has_lock or self._state.comm.rank > 0:
-            return
+        """As the rank 0 that comes after one that was lost."""
         assert self._entered is not None
-        with ExitStack() as stack:
-            alone = Communicator.single_process()
-            lock = run_lock(self._run_dir, alone, goes_on=True)
-            self._has_lock = stack.enter_context(lock)
-            if self._has_lock:
-                self._entered.push(stack.pop_all())
+        self._saver.take_over(self._entered)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Calls what talks to other workers, such as an evaluation; again if one is lost meanwhile.
@@ -258,7 +262,7 @@ class Elastic:
             UsageError: elsewhere, where a worker that joins might come alone, or for what is no
                 plain data.
         """
-        if not self._is_behind_batch:
+        if self._place not in (_Place.BEHIND_BATCH, _Place.BEHIND_STEPS):
             raise UsageError(
                 "`call` belongs behind the loop over a global batch, or behind that over `steps`."
             )
@@ -267,28 +271,13 @@ class Elastic:
 
     def _call(self, function: Callable[[], str]) -> str:
         """Calls it until no worker is lost meanwhile; what it returned."""
-        changes = self._changes
-        if changes is None:
-            return function()
-        text, step, place = None, changes.step, changes.place + 1
-        changes.between = self._state.position()
-        while text is None:
-            changes.enter(step, place)
-            try:
-                changes.take_up()
-                found = function()
-                changes.enter(step, place + 1, is_committing=True)
-                self._exchanges[0].comm.barrier()
-                changes.note_committed(found)
-                text = found
-            except LOST:
-                text = changes.text_of_others()
-        return text
+        return function() if self._changes is None else self._changes.call(function)
 
     def _found(self, function: Callable[[], Any]) -> str:
         """What it returns, as a text; each attempt draws the same random numbers."""
         device = self._state.comm.device
-        place = self._loader.step, self._is_in_steps, self._num_calls
+        is_in_steps = self._place is not _Place.BEHIND_STEPS
+        place = self._loader.step, is_in_steps, self._num_calls
         with preserved_random_state(device):
             seed_all(derive_seed(self._loader.seed, _CALL, *place), device)
             return _plain(function())
@@ -302,13 +291,13 @@ class Elastic:
         Raises:
             UsageError: before the end of the loop over a batch, which would be left out.
         """
-        if self._is_in_batch:
+        if self._place is _Place.IN_BATCH:
             raise UsageError(
                 "`state_dict` comes behind the update: before the end of the loop over a global"
                 " batch, who goes on from it would leave that batch out."
             )
         awaits_update = self._awaits_update or [x.awaits_update for x in self._exchanges]
-        is_over = self._is_in_steps and self._loader.epoch != self._epoch
+        is_over = self._place is _Place.BEHIND_BATCH and self._loader.epoch != self._epoch
         return {
             **self._state.state_dict(awaits_update),
             **self._state.position(),
@@ -350,20 +339,19 @@ class Elastic:
 
     def global_batches(self) -> Iterator[GlobalBatch]:
         """The rest of the epoch; workers are let in before each."""
-        self._is_in_steps = True
         while self._loader.epoch == self._epoch:
             self._begin_step()
-            self._is_in_batch = True
+            self._place = _Place.IN_BATCH
             yield next(self._loader.global_batches())
 
     def after_step(self) -> bool:
         """A global batch's turn is over; saves if it is time to, returns whether to stop."""
         self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
-        self._is_in_batch, self._is_behind_batch = False, True  # also if nobody has iterated it
+        self._place = _Place.BEHIND_BATCH  # also if nobody has iterated it
         if self._saver.is_due(self._loader.step):
             self._save()
         number = self.interrupted
-        if number is not None and self._run_dir is None:
+        if number is not None and not self._keeps_checkpoints:
             self._saver.interrupted = None
             signal.raise_signal(number)
         return self.interrupted is not None
@@ -373,17 +361,17 @@ class Elastic:
         is_last = self._epoch + 1 == self._num_epochs
         if not self._was_over and (self._saver.drain() or is_last):
             self._save()
-        self._is_in_steps, self._is_behind_batch, self._num_calls = False, True, 0
+        self._place, self._num_calls = _Place.BEHIND_STEPS, 0
 
     def _begin_step(self) -> None:
         self._state.refuse_left_out()
-        self._is_behind_batch, self._awaits_update, self._num_calls = False, [], 0
+        self._awaits_update, self._num_calls = [], 0
         self._before.clear()
         changes = self._changes
         if changes is None:
             return
         changes.enter(self._loader.step, 0)
-        changes.between = self._state.position()
+        changes.note_position()
         if changes.messages.others_wait:
             changes.change()
         changes.be_ready()
@@ -434,7 +422,7 @@ class Elastic:
             sums = told[:-1].view_as(sums)
             changes.note_committed(json.dumps([sums.tolist(), self._stop.agreed.tolist()]))
             self._check_num_epochs(int(told[-1]))
-        self._end_batch()
+        self._place = _Place.BEHIND_BATCH
         return sums
 
     def lose_workers(self) -> Tensor | None:
@@ -452,7 +440,7 @@ class Elastic:
             return None
         sums, agreed = (torch.tensor(x, dtype=torch.float64) for x in json.loads(text))
         self._stop.note(agreed)
-        self._end_batch()
+        self._place = _Place.BEHIND_BATCH
         return sums
 
     def _check_num_epochs(self, of_rank_0: int) -> None:
@@ -462,9 +450,6 @@ class Elastic:
                 f"`num_epochs` (={self._num_epochs}) of `epochs` differs from that of rank 0"
                 f" (={of_rank_0}): give all workers the same."
             )
-
-    def _end_batch(self) -> None:
-        self._is_in_batch, self._is_behind_batch = False, True
 
     def _training(self) -> dict[str, object]:
         """What must be the same for workers to train together."""

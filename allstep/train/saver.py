@@ -4,7 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Saver:
         self._checkpoints: Checkpoints | None = None
         if run_dir is not None:
             self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep)
+        self._has_lock = False  # of the folder
         self._interrupts = interrupts
         self._agreement = agreement or StopAgreement(comm)
         self._every_steps, self._every_s, self._keep = every_steps, every_s, keep
@@ -107,7 +108,7 @@ class Saver:
             yield None
             return
         lock = run_lock(self._run_dir, self._comm, goes_on=state is not None)
-        with lock, self._comm.keep_last_state(self._run_dir):
+        with lock as self._has_lock, self._comm.keep_last_state(self._run_dir):
             if state is not None:
                 self._target.load_state_dict(state)
             elif resume is False:
@@ -132,6 +133,22 @@ class Saver:
             if step is not None and self._comm.rank == 0:
                 logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
             yield
+
+    def take_over(self, stack: ExitStack) -> None:
+        """Holds the folder once its holder was lost, and this worker is rank 0.
+
+        To be called again, until a holder that was only left behind has let go of it.
+
+        Args:
+            stack: lets go of it.
+        """
+        if self._run_dir is None or self._has_lock or self._comm.rank > 0:
+            return
+        alone = Communicator.single_process()
+        with ExitStack() as held:
+            self._has_lock = held.enter_context(run_lock(self._run_dir, alone, goes_on=True))
+            if self._has_lock:
+                stack.push(held.pop_all())
 
     def after_step(self, step: int) -> bool:
         """Saves if it is time to; returns whether to stop instead, and save then.

@@ -20,7 +20,7 @@ their update: they run the same code from there on.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree
@@ -46,7 +46,6 @@ class WorkerChanges:
     Attributes:
         step, place: where it is; None before it has begun, or has joined.
         is_committing: whether it waits for the last message of what it has done there.
-        between: where loader and exchanges were before.
         has_changed: whether exchanges and loader have still to be told of other workers.
     """
 
@@ -62,7 +61,7 @@ class WorkerChanges:
         self.step: int | None = None
         self.place = 0
         self.is_committing = self.has_changed = False
-        self.between = state.position()
+        self._position = state.position()
         self._last: tuple[str, str] | None = None  # what was committed last, by its name
 
     @property
@@ -123,6 +122,34 @@ class WorkerChanges:
         """Comes to a place of a step; the same on all workers, one after the other."""
         self.step, self.place, self.is_committing = step, place, is_committing
 
+    def note_position(self) -> None:
+        """Nothing of the step has been begun."""
+        self._position = self._state.position()
+
+    def call(self, function: Callable[[], str]) -> str:
+        """Calls, behind a step, what talks to other workers, until none is lost meanwhile.
+
+        Returns:
+            What it returned, on this worker or on others that have got the last message.
+
+        Raises:
+            PeerLostError: as `change`.
+        """
+        text, step, place = None, self.step, self.place + 1
+        self.note_position()
+        while text is None:
+            self.enter(step, place)
+            try:
+                self.take_up()
+                found = function()
+                self.enter(step, place + 1, is_committing=True)
+                self._comm.barrier()
+                self.note_committed(found)
+                text = found
+            except LOST:
+                text = self.text_of_others()
+        return text
+
     def note_committed(self, text: str) -> None:
         """The last message of this place has come; what came of it, for a worker that missed it."""
         self._last = self._name, text
@@ -177,10 +204,10 @@ class WorkerChanges:
         is_new, has_new = self.step is None, any(m.progress < 0 for m in self._membership.members)
         if has_new:
             self._share_state()
-        self._state.loader.begin_again(self.between["loader"])
+        self._state.loader.begin_again(self._position["loader"])
         try:
             for exchange, stored in zip(
-                self._state.exchanges, self.between["exchanges"], strict=True
+                self._state.exchanges, self._position["exchanges"], strict=True
             ):
                 exchange.begin_again(stored)
         except DisagreementError as error:
@@ -197,13 +224,13 @@ class WorkerChanges:
     def _share_state(self) -> None:
         if self._comm.rank == 0:
             assert self.step is not None
-            send_state(self._comm, self.step, {**self._state.state_dict(), **self.between})
+            send_state(self._comm, self.step, {**self._state.state_dict(), **self._position})
             return
         received = receive_state(self._comm)
         if self.step is None:
             assert received is not None
             state = received[1]
-            self.between = {name: state.pop(name) for name in self.between}
+            self._position = {name: state.pop(name) for name in self._position}
             try:
                 self._state.load_state_dict(state)
             except CheckpointError as error:

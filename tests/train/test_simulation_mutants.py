@@ -73,7 +73,7 @@ TRAINING_MUTANTS = {
     ),
     "the position left where it was": (
         "train/worker_changes.py",
-        'self._state.loader.begin_again(self.between["loader"])',
+        'self._state.loader.begin_again(self._position["loader"])',
         "pass",
     ),
     "exchanges of the workers before": (
