@@ -285,4 +285,6 @@ def await_others(
         if liveness.all_have_ended(present.members):
             break
         time.sleep(POLL_S)
+    if newest(store) < 0:  # who waits to join has nobody whose life to look at
+        store.set(_OVER, "")
     return next(iter(codes_at_end(store).values()), None)

@@ -44,6 +44,8 @@ from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostE
 
 _LOOK_S = 0.2  # between two looks for workers that wait, or have ended
 _NOTICE_S = 0.5  # in which workers mostly learn by themselves that one has ended
+_MOST_ATTEMPTS = 2  # of a worker that joins; the others wait in each
+_MOST_WAITS = 3  # of the same workers in the same place, until the run ends
 
 
 class Membership:
@@ -95,6 +97,9 @@ class Membership:
         self._own = Member(uuid.uuid4().hex, self._system.own_place())
         self._end_asked, self._end_told = self._system.new_event(), self._system.new_event()
         self._num_seen = 0  # of those that have asked to join
+        self._num_attempts = 0  # to join, that have failed with nobody lost
+        self._lets_in_one = False  # at a time, since such an attempt
+        self._num_waits = 0  # of the present workers for each other, where they are
         self._requests = Requests()
         self._has_lost_store = self._is_over = False
         self._end_code = 0
@@ -295,12 +300,24 @@ class Membership:
                 self._come()
             if self.members and self._enter(self.generation + 1):
                 return
+            if self.members and progress < 0 and self._is_whole(self.generation + 1):
+                self._note_attempt()
             if self.members and not self._rejoins and progress >= 0:
                 raise PeerLostError(
                     "The others have gone on without this worker, which was stopped or in a step"
                     f" for more than {self._grace_s:g} s: start another in its place."
                 )
             self._wait_to_join()
+
+    def _note_attempt(self) -> None:
+        self._num_attempts += 1
+        if self._num_attempts == _MOST_ATTEMPTS:
+            raise CollectiveTimeoutError(
+                "This worker reaches the run's store, but could not connect with the other workers,"
+                f" or get the training's state from them, in {_MOST_ATTEMPTS} attempts; they go on"
+                " without it. Open all TCP ports between the hosts of the workers, in both"
+                " directions, or give the run a longer `timeout_s`."
+            )
 
     def _come(self) -> None:
         """Says that this worker is there, and waits until the list is written."""
@@ -341,15 +358,19 @@ class Membership:
             if self._came(generation, m)
         ]
         came.sort(key=lambda member: -member.progress)  # stable: the others keep their order
-        waiting: list[Member] = []
-        if self._lets_in(came[0].progress):
-            waiting = self._waiting()
-        elif came[0].progress >= 0:
-            # Let in by one that was further, and lost since: nobody is where they would begin.
+        lets_in, is_whole = self._lets_in(came[0].progress), len(came) == len(self.members)
+        waiting = self._waiting()[: 1 if self._lets_in_one else None] if lets_in else []
+        if came[0].progress >= 0 and (is_whole or not lets_in):
+            # Who has no state yet: nobody was lost, so the others have waited for them in vain; or
+            # they were let in by one that was further, and was, and nobody is where they begin.
             came = [member for member in came if member.progress >= 0]
         alive = (member for member in waiting if not self._has_ended(member.place))
         new = Generation((*came, *alive), self._num_seen + len(waiting))
         new.write(self._store, generation)
+
+    def _is_whole(self, generation: int) -> bool:
+        """Whether all of the present one have come to the next."""
+        return all(self._came(generation, member) for member in self.members)
 
     def _waiting(self) -> list[Member]:
         """Those that ask to join."""
@@ -360,14 +381,35 @@ class Membership:
         new = Generation.read(self._store, generation)
         if new is None or self._own.name not in [member.name for member in new.members]:
             return False
+        if not {member.name for member in self.members} <= {m.name for m in new.members}:
+            self._note_left_out(generation)
+        self._num_waits = self._num_waits + 1 if new.members == self.members else 1
         # In this order, for the thread that looks for requests.
         self._num_seen, self.members, self.generation = new.num_seen, new.members, generation
+        if self._num_waits == _MOST_WAITS:
+            raise CollectiveTimeoutError(
+                f"The same {len(self.members)} workers have waited for each other in vain"
+                f" {_MOST_WAITS} times in one place of the training, and none has ended. Does a"
+                f" step, or a checkpoint, take longer than `timeout_s` (={self._grace_s:g})? Then"
+                " give a longer one. Else look at the network between their hosts."
+            )
         if len(self.members) < self._min_workers:
             raise PeerLostError(
                 f"{len(self.members)} workers are left, fewer than `min_workers`"
                 f" (={self._min_workers}): the run ends; resume it with enough of them."
             )
         return True
+
+    def _note_left_out(self, generation: int) -> None:
+        """Notes whether workers that had just come are left out, with nobody lost."""
+        if not self._is_whole(generation):
+            return
+        self._lets_in_one = True
+        if self.rank == 0:
+            logging.getLogger("allstep").warning(
+                "goes on without workers that had just come: they could not connect with all others"
+                " in time, or not get the training's state; they may try once more"
+            )
 
     def _wait_to_join(self) -> None:
         """Asks to join, and waits for a generation with this worker."""

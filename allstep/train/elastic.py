@@ -112,7 +112,7 @@ class StepCommit:
             WorkersWaitError: on every worker alike.
         """
         if self._others_wait:
-            raise WorkersWaitError
+            raise WorkersWaitError("others wait to join")
 
 
 def check_elastic(options: TrainOptions) -> None:

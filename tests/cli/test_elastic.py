@@ -1,8 +1,11 @@
 """`allstep train --elastic` and `allstep join`."""
 
 import json
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,16 @@ from tests.helpers.compare import differing_names
 from tests.helpers.elastic_runs import log_of
 from tests.helpers.joiners import answers, num_joiners
 from tests.helpers.launched import Launched
+from tests.helpers.named_hosts import named_hosts
 from tests.helpers.ports import free_port
 
 
-def start(run_dir: Path, *flags: object, epochs: int) -> Launched:
+def start(
+    run_dir: Path, *flags: object, epochs: int, on: Callable[[list[str]], list[str]] = list
+) -> Launched:
     """`digits` on two workers, which have made some steps."""
     flags = ("--workers", 2, "--elastic", "--run-dir", run_dir, "--epochs", epochs, *flags)
-    training = Launched("-m", "allstep", "train", "digits", *flags)
+    training = Launched("-m", "allstep", "train", "digits", *flags, on=on)
     training.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
     return training
 
@@ -93,6 +99,40 @@ def test_launcher_and_store_are_lost_where_the_store_is_apart(
         read_checkpoint(x / "checkpoints" / "step-00000300")["model"] for x in (run_dir, alone)
     ]
     assert differing_names(*models) == []
+
+
+_FIREWALL = """table inet firewall {{
+    chain incoming {{
+        type filter hook input priority 0; iifname "eth0" ct state new drop;
+    }}
+    chain outgoing {{
+        type filter hook output priority 0;
+        oifname "eth0" tcp dport != {port} ct state new drop;
+    }}
+}}"""
+
+
+@pytest.mark.slow
+@pytest.mark.net
+def test_worker_behind_a_firewall_joins(tmp_path: Path) -> None:
+    """It reaches the store alone, and doesn't hold up the others for ever."""
+    if shutil.which("nft") is None:
+        pytest.skip("needs nft: apt-get install nftables")
+    run_dir = tmp_path / "run"
+    with named_hosts(2) as hosts:
+        training = start(run_dir, epochs=2_000, on=partial(hosts.line, 0))
+        rules = _FIREWALL.format(port=read_store(run_dir).port)
+        namespace = hosts.namespaces[1]
+        nft = ["ip", "netns", "exec", namespace, "nft", "-f", "-"]
+        subprocess.run(nft, input=rules, text=True, check=True)
+        joining = Launched("-m", "allstep", "join", run_dir, on=partial(hosts.line, 1))
+        joining.finish(within_s=280)
+        assert "could not connect with the other workers" in joining.errors
+        num_lines = len(read_metrics(run_dir))
+        training.wait_until(lambda: len(read_metrics(run_dir)) > num_lines)
+        training.process.send_signal(signal.SIGTERM)
+        training.finish(within_s=60)
+    assert training.code == 128 + signal.SIGTERM
 
 
 def served() -> tuple[Launched, str]:

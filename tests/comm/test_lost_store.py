@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from allstep.comm.generations import lost_store_told
+from allstep.comm.generations import await_others, lost_store_told
 from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.comm.work import ThreadWork
@@ -32,6 +32,18 @@ def test_no_call_waits_for_ever(kind: Kind, tmp_path: Path) -> None:
         asked = ThreadWork.start(lambda: store.check(["before"]), "asks")
         with pytest.raises(PeerLostError, match=r"store .* is gone"), lost_store_told():
             asked.wait(timeout_s=20.0)
+
+
+def test_first_workers_end_before_they_meet() -> None:
+    """Where the store is another process's, it stays; who waits to join would wait for ever."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch = Launch(
+        "torchrun", 0, 1, 0, 1, 0, 1, "127.0.0.1", store.port, "job", min_workers=1, joins=True
+    )
+    waits = Membership(launch, grace_s=1.0)
+    assert await_others(store, "job", []) is None
+    with pytest.raises(UsageError, match="The run has ended: there is nothing to join"):
+        waits.next(-1)
 
 
 def test_a_worker_that_comes_when_the_run_has_ended_is_told_so(

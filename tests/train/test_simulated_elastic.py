@@ -60,6 +60,38 @@ def test_hosts_are_cut_off_for_good(hosts: list[int]) -> None:
             assert "The store" in str(outcome.error)
 
 
+def test_worker_behind_a_firewall_joins() -> None:
+    """It has the store alone: it ends after two attempts, and the others go on."""
+    faults = Faults(
+        [0, 0, 0], joins_at_s=[(0.02, 1, math.inf)], unconnected_at_s=(0.01, frozenset({1}))
+    )
+    simulation = Simulation(0, faults)
+    simulation.run()
+    *first, joins = simulation.outcomes
+    for outcome in first:
+        assert outcome.state is not None and same(outcome.state, undisturbed())
+    assert "could not connect with the other workers" in str(joins.error)
+
+
+def test_others_join_beside_one_behind_a_firewall() -> None:
+    """After an attempt in which not all could connect one is let in at a time."""
+    joins_at_s = [(0.02, host, math.inf) for host in (1, 0, 2)]
+    faults = Faults([0, 0, 0, 2, 2], joins_at_s=joins_at_s, unconnected_at_s=(0.01, frozenset({1})))
+    simulation = Simulation(1, faults)
+    simulation.run()
+    for outcome in simulation.outcomes:
+        assert (outcome.state is None) == (outcome.process.host == 1)
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1, 1], [0, 1, 2]])
+def test_hosts_lose_each_other_but_not_the_store(hosts: list[int]) -> None:
+    """Nobody could say who is to go on; the run ends with one message in place of a hang."""
+    simulation = Simulation(0, Faults(hosts, unconnected_at_s=(0.15, frozenset({1}))))
+    simulation.run()
+    for outcome in simulation.outcomes:
+        assert "waited for each other in vain" in str(outcome.error)
+
+
 @pytest.mark.parametrize("at_s", [0.01, 0.2, 0.6])
 def test_the_store_is_lost(at_s: float) -> None:
     """Those that have met train on without it."""

@@ -43,8 +43,8 @@ TRAINING_MUTANTS = {
     ),
     "joiners let in anywhere": (
         "comm/membership.py",
-        "if self._lets_in(came[0].progress):",
-        "if True:",
+        "lets_in, is_whole = self._lets_in(came[0].progress),",
+        "lets_in, is_whole = True,",
     ),
     "joiners kept without a state": (
         "comm/membership.py",

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from random import Random
 
 from tests.helpers.simulation.scheduler import Scheduler
 
@@ -20,6 +21,7 @@ class Faults:
         joins_at_s: when others come, and to which host.
         parts_at_s: when hosts are cut off, which, and for how long.
         store_ends_at_s: when the store is gone.
+        unconnected_at_s: from when on hosts have the store alone, and which.
     """
 
     hosts: list[int]
@@ -28,6 +30,7 @@ class Faults:
     joins_at_s: list[tuple[float, int, float]] = field(default_factory=list)
     parts_at_s: tuple[float, frozenset[int], float] | None = None
     store_ends_at_s: float = math.inf
+    unconnected_at_s: tuple[float, frozenset[int]] | None = None
 
     @classmethod
     def draw(cls, scheduler: Scheduler) -> "Faults":
@@ -53,4 +56,9 @@ class Faults:
             faults.parts_at_s = most_s * random.random(), cut_off, random.choice((2.0, 60.0))
         if random.random() < 0.03:
             faults.store_ends_at_s = most_s * random.random()
+        beside = Random()  # so that what seeds mean otherwise stays
+        beside.setstate(random.getstate())
+        if num_hosts > 1 and beside.random() < 0.1:
+            host = beside.randrange(num_hosts)
+            faults.unconnected_at_s = most_s * beside.random(), frozenset({host})
         return faults

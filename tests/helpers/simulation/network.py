@@ -25,18 +25,24 @@ class FaultyNetwork(Network):
 
     Attributes:
         parted: hosts that are cut off from the others.
+        unconnected: hosts whose workers have the store alone, as behind a firewall.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
         self.scheduler = scheduler
         self.parted: frozenset[int] = frozenset()
+        self.unconnected: frozenset[int] = frozenset()
         self.channels: dict[Any, deque[tuple[float, Tensor]]] = defaultdict(deque)
         self.closed: set[tuple[str, int]] = set()  # group and rank
 
     def reaches(self, host: int, other: int) -> bool:
         """Whether there is a way between two hosts."""
         return (host in self.parted) == (other in self.parted)
+
+    def connects(self, host: int, other: int) -> bool:
+        """Whether workers of two hosts have a way to each other."""
+        return self.reaches(host, other) and (host == other or not {host, other} & self.unconnected)
 
     def put(self, channel: tuple[str, int, int, int], buffer: Tensor) -> None:
         """A message on its way, behind the earlier ones of its channel."""
@@ -95,7 +101,7 @@ class FaultyWire(SimulatedWire):
         network, own, other = self._faulty, self._processes[self.rank], self._processes[dest]
         network.scheduler.pause()
         self._check_open(verb)
-        if network.reaches(own.host, other.host):
+        if network.connects(own.host, other.host):
             # What is sent to one that has ended may be noticed at once, or later.
             if (self._name, dest) in network.closed and network.scheduler.random.random() < 0.5:
                 self.interrupt()
@@ -112,8 +118,8 @@ class FaultyWire(SimulatedWire):
                 return True
             if queue:
                 return queue[0][0] <= network.scheduler.now_s
-            reaches = network.reaches(own.host, other.host)
-            return reaches and (self._name, source) in network.closed
+            connects = network.connects(own.host, other.host)
+            return connects and (self._name, source) in network.closed
 
         def take() -> None:
             came = network.scheduler.pause(has_come, self.timeout_s)

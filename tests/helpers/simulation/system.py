@@ -176,6 +176,12 @@ class SimulatedSystem(System):
                 raise CollectiveTimeoutError("Not all workers have met in time.")
             self.sleep(_LOOK_S)
         processes = [self._processes[int(store.get(key))] for key in keys[1:]]
+        own = self._process.host
+        while not all(self._network.connects(own, other.host) for other in processes):
+            check()
+            if self.now_s() > deadline_s:
+                raise CollectiveTimeoutError("Not all workers have connected in time.")
+            self.sleep(_LOOK_S)
         name = store.get("group").decode()
         return FaultyWire(self._network, name, names, names.number, processes, timeout_s)
 

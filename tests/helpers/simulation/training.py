@@ -144,12 +144,18 @@ class Simulation:
             events.append(
                 (faults.store_ends_at_s, lambda: self.scheduler.end(self._launcher, killed=True))
             )
+        if faults.unconnected_at_s is not None:
+            at_s, hosts = faults.unconnected_at_s
+            events.append((at_s, lambda: self._unconnect(hosts)))
         for at_s, event in sorted(events, key=lambda pair: pair[0]):
             self.scheduler.sleep(max(0.0, start_s + at_s - self.scheduler.now_s))
             event()
 
     def _part(self, hosts: frozenset[int] = frozenset()) -> None:
         self.network.parted = hosts
+
+    def _unconnect(self, hosts: frozenset[int]) -> None:
+        self.network.unconnected = hosts
 
     def _join(self, host: int, dies_at: float) -> None:
         if all(outcome.process.has_ended for outcome in self.outcomes):
@@ -184,7 +190,8 @@ class Simulation:
     def _may_be_lost(self, left: Sequence[Outcome]) -> bool:
         """Whether nobody need have come to the end."""
         first = [o for o in left if o in self.outcomes[: len(self.faults.hosts)]]
-        return not first or self.faults.store_ends_at_s < math.inf or self._may_be_left_behind
+        may_end = self.faults.store_ends_at_s < math.inf or self.faults.unconnected_at_s is not None
+        return not first or may_end or self._may_be_left_behind
 
     @property
     def _may_be_left_behind(self) -> bool:
@@ -200,6 +207,8 @@ class Simulation:
             expected |= isinstance(error, CommunicationError)
         if self._may_be_left_behind:
             expected |= isinstance(error, PeerLostError)
+        if self.faults.unconnected_at_s is not None:
+            expected |= "could not connect with" in text or "each other in vain" in text
         assert expected, repr(error)
 
 
