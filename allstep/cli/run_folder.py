@@ -1,6 +1,7 @@
 """A run's folder: `recipe.json`, checkpoints, metrics and, at the end, `report.json`."""
 
 import contextlib
+import os
 import shlex
 from dataclasses import fields, replace
 from datetime import datetime
@@ -143,6 +144,12 @@ def make_folder(path: Path, argument: str, *, exist_ok: bool = True) -> None:
         FileExistsError: if it is there, unless that is `exist_ok`.
         UsageError: if it can't be made, or is a file.
     """
+    for link in (path, *path.parents):
+        if link.is_symlink() and not link.exists():
+            raise UsageError(
+                f"`{argument}` (={path}) can't be made: {link} is a link that leads nowhere, to"
+                f" {os.readlink(link)}; make that folder, mount it, or remove the link."
+            )
     try:
         path.mkdir(parents=True, exist_ok=exist_ok)
     except FileExistsError:

@@ -223,6 +223,17 @@ def test_a_run_folder_that_is_a_file(said):
     assert message == "error: `run_dir` (=a) is a file; give a folder."
 
 
+@pytest.mark.parametrize("flags", [["--run-dir", "runs/a"], []])
+def test_a_run_folder_behind_a_link_that_leads_nowhere(said, flags):
+    Path("runs").symlink_to("missing")
+    message = said("train", "digits", "--workers", "2", *flags)
+    assert message.startswith("error: `run_dir` (=runs/")
+    assert message.endswith(
+        "can't be made: runs is a link that leads nowhere, to missing; make that folder, mount it,"
+        " or remove the link."
+    )
+
+
 def test_a_run_folder_that_cannot_be_made(said):
     Path("a").touch()
     message = said("train", "digits", "--run-dir", "a/b", "--workers", "2")
