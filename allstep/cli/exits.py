@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from allstep.cli.output_files import writing_errors
 from allstep.comm import WorkerState, state_folder
 from allstep.env import is_loopback, own_addresses
 from allstep.errors import UsageError
@@ -135,10 +136,15 @@ class StoreRecord:
 
 @contextlib.contextmanager
 def keeping_store(run_dir: Path, record: StoreRecord) -> Iterator[None]:
-    """Keeps it in the run's folder while the launcher is there."""
+    """Keeps it in the run's folder while the launcher is there.
+
+    Raises:
+        UsageError: if the folder can't be written.
+    """
     file = _store_file(run_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, asdict(record))
+    with writing_errors(f"`run_dir` (={run_dir})"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, asdict(record))
     try:
         yield
     finally:

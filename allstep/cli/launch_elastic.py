@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from allstep.cli.exits import StoreAddress, read_store
 from allstep.cli.launch import Workers, launch_workers
+from allstep.cli.output_files import writing_errors
 from allstep.cli.run_folder import is_run
 from allstep.cli.store import read_address
 from allstep.cli.worker import read_call
@@ -56,7 +57,8 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
             if is_run(run_dir):
                 raise UsageError(f"`run_dir` (={run_dir}) holds a recipe's run; choose another.")
             stack.enter_context(launcher_lock(run_dir))
-            write_json(run_dir / _FILE, script)
+            with writing_errors(f"`run_dir` (={run_dir})"):
+                write_json(run_dir / _FILE, script)
             script["run_dir"] = str(run_dir.absolute())
         return _launch(num_workers, script, known.min_workers, run_dir=run_dir, store=store)
 

@@ -87,7 +87,8 @@ def _has_begun(run_dir: Path) -> bool:
 def _note_starter(run_dir: Path) -> None:
     starter = read_agent_id()
     if starter is not None:
-        (run_dir / _STARTER).write_text(starter, encoding="utf-8")
+        with writing_errors(f"`run_dir` (={run_dir})"):
+            (run_dir / _STARTER).write_text(starter, encoding="utf-8")
 
 
 def _is_own(run_dir: Path) -> bool:

@@ -279,6 +279,18 @@ def test_where_workers_join_is_kept_while_the_launcher_is_there(tmp_path: Path) 
         read_store(tmp_path)
 
 
+def test_a_folder_that_does_not_take_the_place_to_join_at(tmp_path: Path) -> None:
+    """As on a full disk."""
+    (tmp_path / "last_state" / "store.json").mkdir(parents=True)
+    record = StoreRecord(port=1, job_id="a", min_workers=1)
+    keeping = keeping_store(tmp_path, record)
+    with (
+        pytest.raises(UsageError, match=r"`run_dir` .* can't be written \(Is a directory"),
+        keeping,
+    ):
+        pass
+
+
 def test_joining_where_the_launcher_was_killed(tmp_path: Path, refused: Callable[..., str]) -> None:
     """Its record is there still, its lock is not."""
     run_folder.write_recipe(tmp_path, Digits())

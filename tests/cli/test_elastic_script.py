@@ -144,6 +144,17 @@ def test_flags_that_cannot_be_meant(
     assert words in refused("launch", *flags)
 
 
+def test_a_folder_that_does_not_take_the_command(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """As on a full disk."""
+    run_dir = tmp_path / "run"
+    (run_dir / "script.json").mkdir(parents=True)
+    flags = ("--elastic", "--workers", "2", "--run-dir", str(run_dir))
+    message = refused("launch", *flags, "--", str(SCRIPT))
+    assert message.startswith(f"error: `run_dir` (={run_dir}) can't be written (Is a directory)")
+
+
 def test_a_folder_of_a_recipe(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "recipe.json").touch()
     flags = ("--elastic", "--workers", "2", "--run-dir", str(tmp_path), "--", "-m", "s")
