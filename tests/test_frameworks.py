@@ -170,12 +170,14 @@ def test_a_framework_by_itself_trains_another(
     assert "without DDP and a framework's `setup` or `prepare`" in found["refusal"]
 
 
-@pytest.mark.long
-def test_lightning_goes_on_from_the_middle_of_an_epoch(alone: State, home: Path) -> None:
+@pytest.mark.parametrize("where", ["end", pytest.param("middle", marks=pytest.mark.long)])
+def test_lightning_goes_on_within_an_epoch_and_behind_one(
+    alone: State, home: Path, where: str
+) -> None:
     """From its own checkpoint, by its own `ckpt_path`; on fewer workers."""
     require("lightning")
     for num_workers in (2, 1):
-        run(home, "-m", "tests.helpers.lightning_resumed", num_workers, home)
+        run(home, "-m", "tests.helpers.lightning_resumed", num_workers, home, where)
     assert state_difference(load(home / "end.ckpt"), alone) < 1e-10
 
 

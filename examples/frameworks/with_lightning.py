@@ -29,7 +29,7 @@ class AllstepStrategy(DDPStrategy):
 class Steps:
     """The global batches of an epoch, as the Trainer wants them.
 
-    It reads ahead where there is no length, and saves and restores what has a state.
+    It reads ahead where there is no length, and warns where there is no state.
     """
 
     def __init__(self, loader, exchange):
@@ -55,6 +55,7 @@ class Digits(lightning.LightningModule):
         self.automatic_optimization = False  # a global batch has several micro-batches
         self.net = net()
         self.train_set, self.test_set = data()
+        self.position = None  # in the data, of the checkpoint that goes on
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
@@ -64,6 +65,8 @@ class Digits(lightning.LightningModule):
         loader = allstep.data.loader(
             self.train_set, strategy.comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
         )
+        if self.position is not None:
+            loader.load_state_dict(self.position)
         self.steps = Steps(loader, strategy.exchange)
         self.evaluate = allstep.Evaluator(correct, self.test_set, strategy.comm, micro_batch=64)
         return self.steps
@@ -74,6 +77,13 @@ class Digits(lightning.LightningModule):
             batch.backward(cross_entropy(self.net(x), y))
         optimizer.step()
         optimizer.zero_grad()
+
+    def on_save_checkpoint(self, checkpoint):
+        """The Trainer restores a loader's state within an epoch only."""
+        checkpoint["position"] = self.steps.state_dict()
+
+    def on_load_checkpoint(self, checkpoint):
+        self.position = checkpoint["position"]
 
     def on_train_epoch_end(self):
         self.steps.end_epoch()
