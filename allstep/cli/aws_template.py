@@ -77,6 +77,13 @@ class CloudNodes:
         return re.match(r"(p|g|gr)\d", self.instance) is not None
 
     @property
+    def num_workers(self) -> int | None:
+        """Of all nodes; None where each has one for each of its GPUs."""
+        if self.has_gpu and self.workers_per_node is None:
+            return None
+        return self.count * (self.workers_per_node or 1)
+
+    @property
     def image(self) -> str:
         """The parameter of AWS that names the newest Ubuntu, with drivers where it has GPUs."""
         is_arm = re.match(r"[a-z]+\d+g|a1\.|p\d+\w*-gb", self.instance) is not None

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from allstep.cli.aws_template import CloudNodes, make_template
 from allstep.cli.output_files import writing_errors
+from allstep.cli.run_folder import shares_fit
 from allstep.cli.train import LaunchOptions, read_command_line
 from allstep.errors import UsageError
 from allstep.files import write_whole
+from allstep.recipes import Recipe
 
 
 def run(arguments: list[str]) -> int:
@@ -24,7 +26,7 @@ def run(arguments: list[str]) -> int:
     )
     nodes.check()
     train = arguments[number + 1 :] or ["digits"]
-    _check_train(train)
+    _check_train(train, nodes.num_workers)
     if known.output is not None and known.output.exists():
         raise UsageError(f"`output` (={known.output}) exists; name another, or remove it.")
     text = json.dumps(make_template(nodes, train), indent=1) + "\n"
@@ -59,16 +61,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_train(train: Sequence[str]) -> None:
-    """Raises UsageError unless a recipe and its flags are named, and nothing that nodes decide."""
+def _check_train(train: Sequence[str], num_workers: int | None) -> None:
+    """Looks at what the nodes are to train; of their data they know more.
+
+    Args:
+        train: what follows `--`.
+        num_workers: of all nodes; None if that is not known.
+
+    Raises:
+        UsageError: unless a recipe and its flags are named, nothing that the nodes decide, and so
+            many workers can train it.
+    """
     if train[0].startswith("-"):
         raise UsageError(f"Name the recipe after `--`, before `{train[0]}`: -- digits --epochs 3.")
     with contextlib.redirect_stdout(sys.stderr):  # the template may go to stdout
-        launch, _ = read_command_line(*train)
+        launch, recipe = read_command_line(*train)
     if replace(launch, large_batch=None, doctor=None) != LaunchOptions():
         raise UsageError(
             "Of the flags of `allstep train`, those of the recipe, `--large-batch` and `--doctor`"
             " can be given: how many workers there are and where the run is, the nodes say."
+        )
+    if num_workers is None:
+        return
+    recipe.check_workers(num_workers)
+    num_shares = num_workers // recipe.copy_size
+    if isinstance(recipe, Recipe) and not shares_fit(recipe, num_shares):
+        raise UsageError(
+            f"`shares` (={recipe.shares}) must be of the {num_shares} workers that the nodes have,"
+            " one number for each."
         )
 
 

@@ -215,14 +215,18 @@ def with_fitting_shares(recipe: AnyRecipe, comm: Communicator) -> AnyRecipe:
 
     They decide who computes what, and nothing else.
     """
-    if isinstance(recipe, DividedRecipe) or isinstance(recipe.loader_shares, str):
-        return recipe
     num_workers = comm.size // recipe.copy_size
-    if len(recipe.loader_shares) == num_workers:
+    if isinstance(recipe, DividedRecipe) or shares_fit(recipe, num_workers):
         return recipe
     if comm.rank == 0:
         print(f"`shares` (={recipe.shares}) are not of {num_workers} workers: they get equal ones")
     return replace(recipe, shares="equal")
+
+
+def shares_fit(recipe: Recipe, num_workers: int) -> bool:
+    """Whether `shares`, if they are numbers, are of so many workers that share out the samples."""
+    shares = recipe.loader_shares
+    return isinstance(shares, str) or len(shares) == num_workers
 
 
 def check_has_checkpoint(run_dir: Path) -> None:

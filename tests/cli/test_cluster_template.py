@@ -78,6 +78,8 @@ def test_the_image_fits_the_processor() -> None:
         (["--", "--epochs", "3"], "Name the recipe"),
         (["--", "digits", "--epoch", "3"], "--epochs"),
         (["--", "digits", "--workers", "2"], "how many workers there are"),
+        (["--", "cots", "--data-parallel", "2"], "(=2) must divide the workers (3)"),
+        (["--", "digits", "--shares", "3,1"], "(=3,1) must be of the 3 workers that the nodes"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_written(
@@ -88,6 +90,17 @@ def test_a_mistake_is_named_before_anything_is_written(
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == ""
     assert not file.exists()
+
+
+def test_what_needs_a_number_of_workers_is_written_for_so_many(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    two_each = (*PLAIN, "--workers-per-node", "2", "--")
+    assert main([*two_each, "cots", "--data-parallel", "2"]) == 0
+    assert main([*two_each, "digits", "--shares", "3,1,3,1,3,1"]) == 0
+    with_gpus = (*COMMAND, "--nodes", "3", "--instance", "g5.12xlarge", "--")  # who knows how many
+    assert main([*with_gpus, "digits", "--shares", "3,1"]) == 0
+    assert "must" not in capsys.readouterr().err
 
 
 def written(kind: str, folder: Path) -> Path:
