@@ -96,7 +96,7 @@ class AutoCheckpoint:
         self._saver = Saver(
             self,
             self._comm,
-            None if run_dir is None else Path(run_dir),
+            None if run_dir is None else Path(run_dir).absolute(),
             self._interrupts,
             every_steps=every_steps,
             every_s=every_s,

@@ -113,7 +113,7 @@ class Elastic:
         self._saver = Saver(
             self,
             comm,
-            None if run_dir is None else Path(run_dir),
+            None if run_dir is None else Path(run_dir).absolute(),
             self._interrupts,
             every_steps=every_steps,
             every_s=every_s,

@@ -80,6 +80,26 @@ def test_a_finished_loop_has_no_step_left(elastic: bool, tmp_path: Path) -> None
     assert again["rate"] == whole["rate"]  # the last epoch's end is run again, of the same state
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_loop_that_goes_to_another_folder_keeps_its_own(
+    elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+
+    def happens(now: Moment) -> None:
+        monkeypatch.chdir(tmp_path / "other")
+        if now == ("update", 5):
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        train(alone(), "run", happens, every_steps=2, elastic=elastic)
+    monkeypatch.chdir(tmp_path)
+    found = train(alone(), "run", every_steps=2, elastic=elastic)
+    assert found["steps"][0] == 4
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "policy",
     [
