@@ -170,7 +170,9 @@ def test_a_framework_by_itself_trains_another(
     assert "without DDP and a framework's `setup` or `prepare`" in found["refusal"]
 
 
-@pytest.mark.parametrize("where", ["end", pytest.param("middle", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "where", ["end", *(pytest.param(x, marks=pytest.mark.long) for x in ("middle", "reloaded"))]
+)
 def test_lightning_goes_on_within_an_epoch_and_behind_one(
     alone: State, home: Path, where: str
 ) -> None:

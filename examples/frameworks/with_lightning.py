@@ -55,7 +55,7 @@ class Digits(lightning.LightningModule):
         self.automatic_optimization = False  # a global batch has several micro-batches
         self.net = net()
         self.train_set, self.test_set = data()
-        self.position = None  # in the data, of the checkpoint that goes on
+        self.position = None  # in the data, where `train_dataloader` begins
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
@@ -87,6 +87,7 @@ class Digits(lightning.LightningModule):
 
     def on_train_epoch_end(self):
         self.steps.end_epoch()
+        self.position = self.steps.state_dict()
         self.log("accuracy", self.evaluate(self.net)["accuracy"], prog_bar=True, sync_dist=True)
 
 
