@@ -92,7 +92,7 @@ def _render(view: View, console: Console) -> list[RenderableType]:
     if finding.what != "running":
         words = finding.words[:1].upper() + finding.words[1:]
         parts.append(Text(f"{words} {finding.cure}".rstrip(), style="bold"))
-    if finding.what not in ("running", "not begun", "ended well"):
+    if view.workers and finding.what not in ("running", "ended well"):
         parts.append(Text(f"More: allstep why {shlex.quote(str(view.run))}"))
     if view.straggler:
         parts.append(Text(view.straggler[:1].upper() + view.straggler[1:], style="yellow"))

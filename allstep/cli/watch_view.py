@@ -28,6 +28,11 @@ _NOT_BEGUN = Finding(
     "No worker has left anything here yet.",
     "It is starting, or its workers keep their files on another host: watch it there.",
 )
+_REPORTED = Finding(
+    "unknown",
+    None,
+    "The run is over: what it came to is in its report.json; nothing else of its workers is here.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +111,12 @@ def read_view(run_dir: Path, recipe: AnyRecipe | None) -> View:
     step = _step(states, lines)
     total = next((s.num_total_steps for s in states if s.num_total_steps is not None), None)
     has_ended = is_over(states) if states else run_folder.has_report(run_dir)
+    unseen = _REPORTED if has_ended else _NOT_BEGUN
     return View(
         run=run_dir,
         recipe=None if recipe is None else recipe.name,
         epochs=getattr(recipe, "epochs", None),
-        finding=find_cause(states, read_exits(run_dir)) if states else _NOT_BEGUN,
+        finding=find_cause(states, read_exits(run_dir)) if states else unseen,
         is_over=has_ended,
         step=step,
         num_total_steps=total,

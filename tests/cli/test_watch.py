@@ -317,6 +317,17 @@ def test_a_run_that_starts(tmp_path, printed, watched):
     assert (found["what"], found["is_over"], found["ranks"]) == ("not begun", False, [])
 
 
+def test_a_run_that_has_left_its_report_only(tmp_path, printed, watched):
+    """As a copy without the workers' files."""
+    write_recipe(tmp_path, find_recipe("digits")())
+    (tmp_path / "report.json").write_text("{}")
+    view = watched(tmp_path)
+    assert (view["what"], view["is_over"]) == ("unknown", True)
+    text = printed(tmp_path)
+    assert "The run is over: what it came to is in its report.json" in text
+    assert "allstep why" not in text  # which has nothing to read
+
+
 def test_workers_that_are_not_there(tmp_path, printed, watched):
     leave(tmp_path, state(0, size=3), state(2, size=3, seen_s=time.time() - 30))
     text = printed(tmp_path)
