@@ -58,7 +58,18 @@ class Faults:
             faults.store_ends_at_s = most_s * random.random()
         beside = Random()  # so that what seeds mean otherwise stays
         beside.setstate(random.getstate())
-        if num_hosts > 1 and beside.random() < 0.1:
+        others = sorted(set(range(num_hosts)) - set(faults.hosts))
+        if others and beside.random() < 0.5:
+            faults.unconnected_at_s = 0.0, frozenset(others[:1])
+        elif num_hosts > 1 and beside.random() < 0.05:
             host = beside.randrange(num_hosts)
             faults.unconnected_at_s = most_s * beside.random(), frozenset({host})
         return faults
+
+    @property
+    def splits_workers(self) -> bool:
+        """Whether workers that train together may lose each other, but not the store."""
+        if self.unconnected_at_s is None:
+            return False
+        at_s, hosts = self.unconnected_at_s
+        return at_s > 0 or not hosts.isdisjoint(self.hosts)
