@@ -50,7 +50,8 @@ def from_plain(kind: Any, plain: Any) -> Any:
     """The inverse of `dataclasses.asdict`, also after a trip through JSON.
 
     Args:
-        kind: the type of what is wanted: a dataclass, or a tuple, list, dict or optional of such.
+        kind: the type of what is wanted: a dataclass, or a tuple, list, dict or optional of such; a
+            path is a text as plain data.
         plain: its fields as plain data.
 
     Raises:
@@ -61,8 +62,11 @@ def from_plain(kind: Any, plain: Any) -> Any:
     ... class Point:
     ...     at: tuple[float, float]
     ...     next: "tuple[int, ...] | None" = None
+    ...     file: Path | None = None
     >>> from_plain(Point, json.loads(json.dumps(asdict(Point((0.5, 1.0), (1, 2))))))
-    Point(at=(0.5, 1.0), next=(1, 2))
+    Point(at=(0.5, 1.0), next=(1, 2), file=None)
+    >>> from_plain(Point, {"at": [0.5, 1.0], "file": "a/b"}).file
+    PosixPath('a/b')
     """
     if is_dataclass(kind):
         hints = _hints(kind)
@@ -71,6 +75,8 @@ def from_plain(kind: Any, plain: Any) -> Any:
     inner = get_args(kind)
     if NoneType in inner:
         return None if plain is None else from_plain(inner[inner[0] is NoneType], plain)
+    if kind is Path:
+        return Path(plain)
     if isinstance(plain, dict) and inner:
         return {key: from_plain(inner[1], value) for key, value in plain.items()}
     if isinstance(plain, list | tuple) and inner:

@@ -17,6 +17,7 @@ from allstep.cli.interruptible import SIGNALS
 from allstep.cli.worker import read_call, share_cores
 from allstep.doctor import RecordRequest, profile_script, record_script
 from allstep.env import Launch, forget_launch, read_launch
+from allstep.files import from_plain
 
 # Imported once, where the workers of all runs are forked from; else each takes seconds to begin. An
 # optimizer's first use imports the last.
@@ -29,7 +30,7 @@ PROFILE, VERIFY = (f"{__name__}:{name}" for name in ("profile", "verify"))
 def verify(folder: Path) -> NoReturn:
     """Leaves a record of the script's first steps in the folder."""
     asked = read_call(folder).arguments
-    task = RecordRequest(**{**asked, "script": Path(asked["script"]), "folder": folder})
+    task = from_plain(RecordRequest, asked | {"folder": folder})
     _run(lambda launch: 0 if record_script(task, launch.rank, launch.size) else 1)
 
 

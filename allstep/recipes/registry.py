@@ -1,15 +1,15 @@
 """The recipes by name, and a recipe as plain data, as a run's folder holds it."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
+from json import JSONDecodeError
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import allstep
 from allstep import UsageError
+from allstep.files import from_plain, read_json
 from allstep.recipes.base import DividedRecipe, Recipe
 
 RECIPE_FILE = "recipe.json"
@@ -79,27 +79,14 @@ def recipe_from_plain(plain: dict[str, Any]) -> AnyRecipe:
         UsageError: if the recipe or one of its fields doesn't exist (any more).
     """
     recipe_class = find_recipe(plain["recipe"])
-    hints = get_type_hints(recipe_class)
-    known = {field.name for field in fields(recipe_class)}
-    unknown = sorted(set(plain["fields"]) - known)
+    unknown = sorted(set(plain["fields"]) - {field.name for field in fields(recipe_class)})
     if unknown:
         raise UsageError(
             f"`{unknown[0]}` is no field of recipe `{recipe_class.name}`;"
             f" the run was made by allstep {plain['allstep']}, this is {allstep.__version__}."
         )
-    return recipe_class(
-        **{name: _restored(value, hints[name]) for name, value in plain["fields"].items()}
-    )
-
-
-def _restored(value: Any, hint: Any) -> Any:
-    """Undoes what JSON can't keep: tuples became lists, paths became strings."""
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    if isinstance(value, str) and Path in kinds:
-        return Path(value)
-    if isinstance(value, list):
-        return tuple(value)
-    return value
+    recipe: AnyRecipe = from_plain(recipe_class, plain["fields"])
+    return recipe
 
 
 def read_recipe_file(path: Path) -> AnyRecipe:
@@ -110,6 +97,6 @@ def read_recipe_file(path: Path) -> AnyRecipe:
         UsageError: if it doesn't hold a recipe, or one that doesn't exist (any more).
     """
     try:
-        return recipe_from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+        return recipe_from_plain(read_json(path))
+    except (JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None
