@@ -15,6 +15,8 @@ from allstep.recipes.base import DividedRecipe, Recipe
 RECIPE_FILE = "recipe.json"
 """What holds the recipe in a run's folder."""
 
+_DAMAGED = (LookupError, TypeError, AttributeError, RecursionError)  # of what else is in its place
+
 AnyRecipe = Recipe | DividedRecipe
 """What `allstep train` can run."""
 
@@ -98,5 +100,5 @@ def read_recipe_file(path: Path) -> AnyRecipe:
     """
     try:
         return recipe_from_plain(read_json(path))
-    except (JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+    except (JSONDecodeError, UnicodeDecodeError, *_DAMAGED):
         raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None

@@ -276,6 +276,7 @@ class TestExistingRun:
         "text",
         [
             *("{", "[]", "{}", "3", '{"recipe": "digits", "fields": 3}', "\xff"),
+            '{"recipe": "digits", "fields": ["lr"]}',
             pytest.param("[" * 10**5, id="deep"),
         ],
     )
