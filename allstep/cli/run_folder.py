@@ -275,27 +275,15 @@ def _list_runs(run_dir: Path) -> str:
     return nearest_names(str(run_dir), siblings) if siblings else "see `runs/` for your runs."
 
 
-def note_launch(
-    run_dir: Path,
-    *,
-    elastic: bool = False,
-    min_workers: int = 1,
-    store: str | None = None,
-    restarts: int = 0,
-) -> None:
+def note_launch(run_dir: Path, **launch: object) -> None:
     """Leaves in `recipe.json` how the run is launched, for `resume_command`.
 
     On a full disk it leaves nothing.
 
     Args:
         run_dir: of a run whose recipe is written.
-        elastic, min_workers, store, restarts: as for `allstep train`.
+        launch: flags of `allstep train` that must be given again, beside the number of workers.
     """
-    launch = {
-        **({"elastic": True, "min_workers": min_workers} if elastic else {}),
-        **({} if store is None else {"store": store}),
-        **({"restarts": restarts} if restarts else {}),
-    }
     with contextlib.suppress(OSError):
         plain = read_json(run_dir / RECIPE_FILE)
         if plain.pop("launch", {}) != launch:
@@ -318,16 +306,11 @@ def resume_command(run_dir: Path, num_workers: int) -> str:
         num_workers: that trained last; of an elastic run at least as many as may not be missing.
     """
     launch = _read_launch(run_dir)
-    min_workers, restarts = launch.get("min_workers", 1), launch.get("restarts", 0)
-    num_workers = max(num_workers, min_workers)
-    flags = {
-        f"--workers {num_workers}": num_workers > 1,
-        "--elastic": "elastic" in launch,
-        f"--min-workers {min_workers}": min_workers > 1,
-        f"--store {launch.get('store')}": "store" in launch,
-        f"--restarts {restarts}": restarts > 0,
-    }
-    words = [flag for flag, is_given in flags.items() if is_given]
+    num_workers = max(num_workers, launch.get("min_workers", 1))
+    words = [f"--workers {num_workers}"] if num_workers > 1 else []
+    for name, value in launch.items():
+        flag = f"--{name.replace('_', '-')}"
+        words.append(flag if value is True else f"{flag} {value}")
     return " ".join(["allstep train --resume", shlex.quote(str(run_dir)), *words])
 
 

@@ -88,6 +88,14 @@ class LaunchOptions:
     akiba_15min, lars_32k, lamb_imagenet, lamb_bert_76min or lamb_fashion. Flags that you give
     win."""
 
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of some fields that aren't as by default, and their values."""
+        values = {name: getattr(self, name) for name in names}
+        return {n: value for n, value in values.items() if value != getattr(LaunchOptions, n)}
+
+
+_ELASTIC = ("min_workers", "store")  # what goes with `elastic` only
+
 
 def run(arguments: list[str]) -> int:
     """Trains the named recipe, or continues the run given with `--resume`."""
@@ -141,13 +149,7 @@ def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
                 stack.enter_context(launcher_lock(run_dir))
             if recipe is not None and not resume:
                 run_folder.write_recipe(run_dir, recipe)
-            run_folder.note_launch(
-                run_dir,
-                elastic=options.elastic,
-                min_workers=options.min_workers,
-                store=options.store,
-                restarts=options.restarts,
-            )
+            run_folder.note_launch(run_dir, **options.given("elastic", *_ELASTIC, "restarts"))
         return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
 
 
@@ -174,13 +176,11 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
         UsageError: if the run can't be elastic.
     """
     if not options.elastic:
-        for name, default in (("min_workers", 1), ("store", None)):
-            value = getattr(options, name)
-            if value != default:
-                raise UsageError(
-                    f"`{name}` (={value}) needs `--elastic`: without it all workers end when one is"
-                    " lost."
-                )
+        for name, value in options.given(*_ELASTIC).items():
+            raise UsageError(
+                f"`{name}` (={value}) needs `--elastic`: without it all workers end when one is"
+                " lost."
+            )
         return None
     assert num_workers is not None
     check_min_workers(options.min_workers, num_workers)
@@ -199,14 +199,14 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
 def _check_starter(options: LaunchOptions, num_workers: int | None) -> None:
     """Raises UsageError where another launcher would have to let workers go on, or start again."""
     check_integer("restarts", options.restarts, 0)
-    for name in ("elastic", "restarts"):
-        value = getattr(options, name)
-        if value and num_workers is None:
-            raise UsageError(
-                f"`{name}` (={value}) needs workers that this command starts, but"
-                f" {read_launch().launcher} has started them: leave it out, and have them started"
-                " again by torchrun's `--max-restarts` or the scheduler."
-            )
+    if num_workers is not None:
+        return
+    for name, value in options.given("elastic", "restarts").items():
+        raise UsageError(
+            f"`{name}` (={value}) needs workers that this command starts, but"
+            f" {read_launch().launcher} has started them: leave it out, and have them started"
+            " again by torchrun's `--max-restarts` or the scheduler."
+        )
 
 
 def _resumed(arguments: Sequence[str]) -> str | None:
@@ -306,14 +306,15 @@ def _show(rescaled: Rescaled, applied: Recipe, recipe: Recipe) -> None:
 
 def _read_resume(arguments: list[str]) -> LaunchOptions:
     """How to launch a run that goes on; its folder is `run_dir`."""
-    parser = argparse.ArgumentParser(prog="allstep train", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="allstep train", allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--resume", dest="run_dir", metavar="RUN", type=Path, required=True)
-    parser.add_argument("--workers", metavar="N", type=int)
     parser.add_argument("--elastic", action="store_true")
-    parser.add_argument("--min-workers", metavar="N", type=int, default=1)
     parser.add_argument("--store", metavar="HOST:PORT")
-    parser.add_argument("--restarts", metavar="N", type=int, default=0)
     parser.add_argument("--doctor", choices=["quick"])
+    for flag in ("--workers", "--min-workers", "--restarts"):
+        parser.add_argument(flag, metavar="N", type=int)
     known, others = parser.parse_known_args(arguments)
     if str(known.run_dir) == "auto":
         name = next((word for word in others if word in REGISTRY), "digits")
