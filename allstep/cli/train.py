@@ -6,20 +6,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from allstep.cli import run_folder
 from allstep.cli.doctor_together import check_port, refusal
+from allstep.cli.exits import forget_exits
 from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.store import read_address
 from allstep.cli.workers import (
+    ask_workers,
     check_min_workers,
     num_workers_to_start,
     run_here,
-    run_on_workers,
     speaking_once,
 )
 from allstep.comm import Communicator, read_states
@@ -134,11 +136,10 @@ def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
         recipe = run_folder.read_recipe(options.run_dir, argument="resume")
         run_folder.check_not_in_training(options.run_dir)
         recipe.check()
-    min_workers = None
     if recipe is not None:
         if num_workers is not None:  # others meet first
             recipe.check_workers(num_workers)
-        min_workers = _min_workers(options, recipe, num_workers)
+        _check_elastic(options, recipe, num_workers)
     _check_host(options, num_workers)
     run_dir = options.run_dir if is_first else None
     if recipe is not None and is_first and not resume:
@@ -150,7 +151,7 @@ def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
             if recipe is not None and not resume:
                 run_folder.write_recipe(run_dir, recipe)
             run_folder.note_launch(run_dir, **options.given("elastic", *_ELASTIC, "restarts"))
-        return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
+        return _train_on(num_workers, run_dir, options, resume=resume)
 
 
 def _check_host(options: LaunchOptions, num_workers: int | None) -> None:
@@ -169,19 +170,15 @@ def _check_host(options: LaunchOptions, num_workers: int | None) -> None:
         raise UsageError(found)
 
 
-def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | None) -> int | None:
-    """How few workers may go on; None where all end with the first that is lost.
-
-    Raises:
-        UsageError: if the run can't be elastic.
-    """
+def _check_elastic(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | None) -> None:
+    """Raises UsageError if a run can't be elastic that shall be, or flags say so of another."""
     if not options.elastic:
         for name, value in options.given(*_ELASTIC).items():
             raise UsageError(
                 f"`{name}` (={value}) needs `--elastic`: without it all workers end when one is"
                 " lost."
             )
-        return None
+        return
     assert num_workers is not None
     check_min_workers(options.min_workers, num_workers)
     if isinstance(recipe, DividedRecipe) or recipe.divides_model or recipe.trains_itself:
@@ -193,7 +190,6 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
     check_elastic(recipe)
     if options.store is not None:
         read_address(options.store)  # before anything is written
-    return options.min_workers
 
 
 def _check_starter(options: LaunchOptions, num_workers: int | None) -> None:
@@ -354,12 +350,7 @@ def _tell_that_it_is_finished(run_dir: Path) -> bool:
 
 
 def _train_on(
-    num_workers: int | None,
-    run_dir: Path | None,
-    options: LaunchOptions,
-    *,
-    resume: bool,
-    min_workers: int | None,
+    num_workers: int | None, run_dir: Path | None, options: LaunchOptions, *, resume: bool
 ) -> int:
     """Trains; says how to continue if workers that were started didn't come to their end."""
     folder = None if run_dir is None else str(run_dir)
@@ -368,26 +359,35 @@ def _train_on(
         return _join_workers(folder, resume, is_over, has_doctor=options.doctor is not None)
     if is_over:
         return 0
-    restarts = options.restarts
-    for number in range(restarts + 1):
-        store = None if options.store is None else read_address(options.store)
-        code = run_on_workers(
-            num_workers,
-            train_worker,
-            run_dir=run_dir,
-            min_workers=min_workers,
-            store=store,
-            is_apart=restarts > 0,
-            folder=folder,
-            resume=resume or number > 0,
-        )
-        if code != FAILED or number == restarts:
-            break
-        print(f"{run_dir} is continued: restart {number + 1} of {restarts}", flush=True)
+    if num_workers == 1 and not options.elastic and not options.restarts:
+        forget_exits(run_dir)
+        code = run_here(partial(train_worker, folder=folder, resume=resume))
+    else:
+        code = _train_apart(num_workers, run_dir, options, resume=resume)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
         states = read_states(run_dir) if options.elastic else []  # others may have joined
         num_last = states[0].size if states else num_workers
         print(_advice(run_dir, num_last), file=sys.stderr)
+    return code
+
+
+def _train_apart(
+    num_workers: int, run_dir: Path | None, options: LaunchOptions, *, resume: bool
+) -> int:
+    """Trains in processes of their own, which are started again as often as the options say."""
+    for number in range(options.restarts + 1):
+        code, _ = ask_workers(
+            num_workers,
+            train_worker,
+            run_dir=run_dir,
+            min_workers=options.min_workers if options.elastic else None,
+            store=None if options.store is None else read_address(options.store),
+            folder=None if run_dir is None else str(run_dir),
+            resume=resume or number > 0,
+        )
+        if code != FAILED or number == options.restarts:
+            break
+        print(f"{run_dir} is continued: restart {number + 1} of {options.restarts}", flush=True)
     return code
 
 

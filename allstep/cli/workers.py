@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.exits import StoreAddress, forget_exits
+from allstep.cli.exits import StoreAddress
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
 from allstep.device import HIDE_ACCELERATORS, num_devices
@@ -65,35 +65,17 @@ def check_min_workers(min_workers: int, num_workers: int) -> None:
         )
 
 
-def run_on_workers(
-    num_workers: int | None,
-    body: Body,
-    *,
-    run_dir: Path | None = None,
-    min_workers: int | None = None,
-    store: tuple[str, int] | None = None,
-    is_apart: bool = False,
-    **arguments: Any,
-) -> int:
+def run_on_workers(num_workers: int | None, body: Body, **arguments: Any) -> int:
     """Runs a body on workers of this machine, or as one of a launcher's; returns the exit code.
 
     Args:
         num_workers: from `num_workers_to_start`; one runs in this process.
         body: a function of a module.
-        run_dir: where a launcher leaves how its workers ended.
-        min_workers: how few may go on when others are lost; None if all end with the first.
-        store: of `allstep store`, where they find each other; None for one of this process.
-        is_apart: whether a single one has a process of its own, too, whose end this one sees.
         arguments: of the body, as plain data.
     """
-    is_here = num_workers == 1 and min_workers is None and not is_apart
-    if num_workers is None or is_here:
-        forget_exits(run_dir)
+    if num_workers is None or num_workers == 1:
         return run_here(partial(body, **arguments))
-    code, _ = ask_workers(
-        num_workers, body, run_dir=run_dir, min_workers=min_workers, store=store, **arguments
-    )
-    return code
+    return ask_workers(num_workers, body, **arguments)[0]
 
 
 def ask_workers(
@@ -106,7 +88,15 @@ def ask_workers(
     store: tuple[str, int] | None = None,
     **arguments: Any,
 ) -> tuple[int, Any]:
-    """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
+    """Runs a body in processes of their own; returns exit code and what rank 0 returned.
+
+    Args:
+        num_workers: how many.
+        body: a function of a module.
+        run_dir: where to leave how they ended.
+        min_workers, joins, store: as for `Workers`.
+        arguments: of the body, as plain data.
+    """
     from allstep.cli.launch import Workers, launch_workers
 
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
