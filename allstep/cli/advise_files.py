@@ -1,7 +1,6 @@
 """Advice as JSON and as a picture."""
 
 import json
-import math
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from allstep.cli.advise_output import Advice
 from allstep.cli.output_files import check_plot, check_writable, new_figure, writing_errors
+from allstep.cli.rows import finite
 from allstep.plan import Prediction, plain_data
 
 
@@ -43,7 +43,7 @@ def write_plain(known: Namespace, plain: dict[str, Any]) -> None:
     """
     if known.json is None:
         return
-    text = json.dumps(plain, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(plain), indent=2, allow_nan=False) + "\n"
     with writing_errors(f"`json` (={known.json})"):
         known.json.write_text(text, encoding="utf-8")
 
@@ -93,14 +93,10 @@ def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
         "measured_s": advice.measured_s.get((prediction.policy.name, prediction.num_workers)),
         "relative_samples_to_target": samples,
         "relative_time_to_target": time,
-        "training_hours": None if bill is None else _finite(bill.hours),
-        "training_cost": None if bill is None else _finite(bill.total),
+        # infinite where a training never ends, as interruptions are more frequent than checkpoints
+        "training_hours": None if bill is None else bill.hours,
+        "training_cost": None if bill is None else bill.total,
     }
-
-
-def _finite(value: float) -> float | None:
-    """None for a training that never ends, as interruptions are more frequent than checkpoints."""
-    return value if math.isfinite(value) else None
 
 
 def _write_plot(path: Path, advice: Advice) -> None:

@@ -1,7 +1,6 @@
 """`allstep curve`: the error against the amount of training data, and what more would bring."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
@@ -9,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from allstep.cli.curve_output import Curve, draw, plain_curve, show_check, show_prediction
+from allstep.cli.rows import print_json
 from allstep.cli.run_folder import data_parallel, usual_folder
 from allstep.cli.sweep import add_flags, read_known, tell_end, tell_how_to_go_on
 from allstep.cli.sweep_plan import keep_plan, read_axes
@@ -84,7 +84,7 @@ def _finish(curve: Curve, folder: Path, known: argparse.Namespace) -> None:
     write_json(folder / "curve.json", plain)
     names = ["curve.json", *draw(curve, folder / "curve.png")]
     if known.json:
-        print(json.dumps(plain, indent=1))
+        print_json(plain)
         return
     show_check(curve)
     print(f"{folder} has {', '.join(names)}")

@@ -1,7 +1,6 @@
 """`allstep doctor`: what is wrong with hosts and the network between them, and the cure."""
 
 import argparse
-import json
 import os
 import queue
 import time
@@ -21,6 +20,7 @@ from allstep.cli.links_picture import draw_links
 from allstep.cli.output_files import check_plot, writing_errors
 from allstep.cli.probe_machine import probe_machine
 from allstep.cli.probe_network import EchoServer, check_port, probe
+from allstep.cli.rows import print_json
 from allstep.cli.workers import run_here
 from allstep.comm import Communicator
 from allstep.env import is_loopback, own_addresses, read_gloo_interface, read_launch
@@ -154,7 +154,7 @@ def _show(
     if is_json:
         pairs = [{"from": one, "to": other, **link} for (one, other), link in links.items()]
         plain = {"findings": [asdict(f) for f in found], "hosts": readings, "links": pairs}
-        print(json.dumps(plain, indent=2))
+        print_json(plain, indent=2)
         return
     for (one, other), link in links.items():
         if link["rate_bps"]:

@@ -1,7 +1,10 @@
 """Where commands print, and labelled values: a table on a terminal, plain lines elsewhere."""
 
+import json
+import math
 import shutil
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -43,3 +46,21 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     else:
         for label, value in rows:
             print(f"{label}: {value}")
+
+
+def print_json(plain: Any, *, indent: int = 1) -> None:
+    """Prints plain data for programs."""
+    print(json.dumps(finite(plain), indent=indent, allow_nan=False))
+
+
+def finite(plain: Any) -> Any:
+    """Plain data with None for what JSON has no number for.
+
+    >>> finite({"losses": [0.5, math.nan]})
+    {'losses': [0.5, None]}
+    """
+    if isinstance(plain, dict):
+        return {key: finite(value) for key, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [finite(value) for value in plain]
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain

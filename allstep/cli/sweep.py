@@ -1,12 +1,12 @@
 """`allstep sweep`: a recipe with several values of its flags, side by side, in one table."""
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from allstep.cli.rows import print_json
 from allstep.cli.run_folder import usual_folder
 from allstep.cli.sweep_output import as_plain, make_results, show, write_files
 from allstep.cli.sweep_plan import keep_plan, make_plan
@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
     results = make_results(plan, outcomes)
     names = write_files(folder, results)
     if known.json:
-        print(json.dumps(as_plain(results), indent=1))
+        print_json(as_plain(results))
     else:
         show(results)
         print(f"{folder} has {', '.join(names)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from allstep.cli.output_files import can_draw, new_figure, writing_errors
-from allstep.cli.rows import make_console, make_table
+from allstep.cli.rows import finite, make_console, make_table
 from allstep.cli.sweep_plan import Plan
 from allstep.cli.trainings import Outcome, write_json
 from allstep.files import write_table
@@ -70,16 +70,16 @@ def _metrics(outcome: Outcome) -> Mapping[str, float]:
 
 def as_plain(results: Results) -> dict[str, Any]:
     """All of it for programs."""
-    return {"metric": results.metric, "runs": list(map(_plain_row, results.outcomes))}
+    rows = [finite(_plain_row(outcome)) for outcome in results.outcomes]
+    return {"metric": results.metric, "runs": rows}
 
 
 def _plain_row(outcome: Outcome) -> dict[str, Any]:
-    """`null` for what there is not."""
-    numbers = {"score": outcome.score, **_metrics(outcome)}
     return {
         **outcome.training.values,
         "state": outcome.state,
-        **{name: x if math.isfinite(x) else None for name, x in numbers.items()},
+        "score": outcome.score,
+        **_metrics(outcome),
         "steps": (outcome.report or {}).get("num_steps"),
         "run": str(outcome.training.run_dir),
         "failure": outcome.failure,

@@ -1,7 +1,5 @@
 """What `allstep verify` found, as a table and sentences, or as JSON."""
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from allstep.cli.rows import make_console, make_table
+from allstep.cli.rows import make_console, make_table, print_json
 from allstep.doctor import (
     Diagnosis,
     Divergence,
@@ -211,16 +209,7 @@ def _lengths(run: RunRecord, step: int) -> set[tuple[int, ...]]:
 
 def show_json(script: Path, comparison: Comparison) -> None:
     """Prints everything as JSON."""
-    print(json.dumps(_finite(_plain(script, comparison)), indent=2, allow_nan=False))
-
-
-def _finite(plain: Any) -> Any:
-    """Plain data with None for what JSON has no number for."""
-    if isinstance(plain, dict):
-        return {key: _finite(value) for key, value in plain.items()}
-    if isinstance(plain, list):
-        return [_finite(value) for value in plain]
-    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+    print_json(_plain(script, comparison), indent=2)
 
 
 def _plain(script: Path, comparison: Comparison) -> dict[str, Any]:

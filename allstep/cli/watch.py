@@ -1,7 +1,6 @@
 """`allstep watch RUN`: a run's progress and its workers, live."""
 
 import argparse
-import json
 import math
 import shlex
 import time
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allstep.cli.interruptible import interruptible
-from allstep.cli.rows import make_console, make_table
+from allstep.cli.rows import make_console, make_table, print_json
 from allstep.cli.watch_view import View, read_named_recipe, read_view
 from allstep.comm import WorkerState
 from allstep.errors import UsageError, check_positive
@@ -60,7 +59,7 @@ def run(
     recipe = read_named_recipe(known.run)
     console = console or make_console()
     if known.json:
-        print(json.dumps(read_view(known.run, recipe).as_plain(), indent=1))
+        print_json(read_view(known.run, recipe).as_plain())
     elif known.once or not console.is_terminal:
         for part in _render(read_view(known.run, recipe), console):
             console.print(part, soft_wrap=isinstance(part, Text))

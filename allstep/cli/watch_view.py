@@ -5,7 +5,6 @@ worker's last state, twice a second, and by rank 0's log, every `--log-every-ste
 """
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,8 +70,7 @@ class View:
     workers: Sequence[WorkerState]
 
     def as_plain(self) -> dict[str, Any]:
-        """For programs; what is not finite is None, which JSON has a word for."""
-        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        """For programs."""
         plain = asdict(self)
         del plain["workers"]
         finding = plain.pop("finding")
@@ -80,8 +78,7 @@ class View:
             **plain,
             **finding,
             "run": str(self.run),
-            "loss": losses[-1] if losses else None,
-            "losses": losses,
+            "loss": self.losses[-1] if self.losses else None,
             "ranks": [plain_row(state) for state in self.workers],
         }
 

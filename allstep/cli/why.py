@@ -1,7 +1,6 @@
 """`allstep why RUN`: what happened first in a run that died or hangs, where, and what to do."""
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from allstep.cli import run_folder
 from allstep.cli.exits import Exits, read_exits, signal_name
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, print_json
 from allstep.cli.symptoms import Symptom, symptoms_of
 from allstep.comm import (
     EXITED,
@@ -82,7 +81,7 @@ def run(arguments: list[str]) -> int:
     if known.json:
         rows = [plain_row(state) for state in states]
         codes = None if exits is None else exits.codes
-        print(json.dumps({**asdict(finding), "exit_codes": codes, "ranks": rows}, indent=1))
+        print_json({**asdict(finding), "exit_codes": codes, "ranks": rows})
         return 0
     _print(run_dir, finding, states, exits)
     return 0
@@ -90,8 +89,7 @@ def run(arguments: list[str]) -> int:
 
 def _print_symptoms(symptoms: Sequence[Symptom], is_json: bool) -> None:
     if is_json:
-        rows = [{"cause": symptom.cause, "cure": symptom.cure} for symptom in symptoms]
-        print(json.dumps(rows, indent=1))
+        print_json([{"cause": symptom.cause, "cure": symptom.cure} for symptom in symptoms])
         return
     for symptom in symptoms:
         print(f"Cause: {symptom.cause}\nCure: {symptom.cure}")
