@@ -302,12 +302,13 @@ def _usual_counts(per_node: int, num_nodes: int) -> list[int]:
     >>> _usual_counts(6, 5)
     [1, 2, 4, 6, 12, 24, 30]
     """
-    inside = _powers_of_two(per_node - 1)
-    filling = (per_node * nodes for nodes in _powers_of_two(num_nodes))
+    inside = powers_of_two(per_node - 1)
+    filling = (per_node * nodes for nodes in powers_of_two(num_nodes))
     return sorted({*inside, *filling, per_node * num_nodes})
 
 
-def _powers_of_two(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
+    """From 1 up to that number."""
     return [1 << exponent for exponent in range(most.bit_length())]
 
 

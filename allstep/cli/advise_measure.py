@@ -4,9 +4,10 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median_high
 from typing import Any
 
-from allstep.cli.advise_flags import MACHINE_FLAGS, refuse_given
+from allstep.cli.advise_flags import MACHINE_FLAGS, powers_of_two, refuse_given
 from allstep.cli.advise_subject import Question, recipe_training
 from allstep.cli.quantities import parse_counts
 from allstep.cli.run_folder import data_parallel
@@ -62,8 +63,7 @@ def worker_counts(known: Namespace, num_local: tuple[int, int]) -> list[int]:
             " can't run them: ask for fewer, or start `allstep advise --measure` on all machines"
             " with torchrun."
         )
-    powers = {1 << exponent for exponent in range(most.bit_length())}
-    return sorted({1, *(asked or powers)})
+    return sorted({1, *(asked or powers_of_two(most))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def answer_worker(
         seconds = measure_policy(
             comm, make_training, prediction.policy, num_micro_batches=num_micro_batches
         )
-        measured_s[name] = sorted(seconds)[len(seconds) // 2]
+        measured_s[name] = median_high(seconds)
     return asdict(Answer(job=job, measurements=measurements, measured_s=measured_s))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import combinations
+from statistics import median_high
 from time import perf_counter
 
 import torch
@@ -79,8 +80,7 @@ def _ask(comm: Communicator, peer: int, sizes_bytes: Sequence[int]) -> tuple[flo
         Bandwidth in bits per second, and latency in seconds.
     """
     messenger = Messenger(comm)
-    round_trips = [_send(comm, messenger, peer, 1) for _ in range(_NUM_PINGS)]
-    ping_s = sorted(round_trips)[_NUM_PINGS // 2]
+    ping_s = median_high(_send(comm, messenger, peer, 1) for _ in range(_NUM_PINGS))
     seconds: list[float] = []
     for num_bytes in sizes_bytes:
         seconds.append(min(_send(comm, messenger, peer, num_bytes) for _ in range(_REPEATS)))
