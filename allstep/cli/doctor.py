@@ -94,20 +94,20 @@ def _look_together(
         def read() -> dict[str, Any]:
             server = EchoServer()
             stack.callback(server.close)
-            return probe_machine(**machine) | {"echo": (address, *server.ports)}
+            echo = comm.rank, (address, *server.ports)
+            return probe_machine(**machine) | {"echo": echo}
 
-        leaders = read_together(comm, read)
-        echoes = {host.name: host.reading.pop("echo") for host in leaders}
+        readings = read_together(comm, read)
+        echoes = {host: own.pop("echo") for host, own in readings.items()}
         links = {}
-        for host in leaders:
-            for other, echo in echoes.items():
-                if host.rank == comm.rank and other != host.name:
-                    links[host.name, other] = probe(*echo)
+        for host, (rank, _) in echoes.items():
+            for other, (_, ports) in echoes.items():
+                if rank == comm.rank and other != host:
+                    links[host, other] = probe(*ports)
             comm.barrier()
         seen = comm.all_gather_object([[*pair, found] for pair, found in links.items()])
     if comm.rank != 0:
         return 0
-    readings = {host.name: host.reading for host in leaders}
     return _judge(readings, {(one, other): f for part in seen for one, other, f in part}, known)
 
 

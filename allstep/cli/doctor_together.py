@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,10 @@ from allstep.env import read_launch
 from allstep.errors import UsageError
 
 
-@dataclass(frozen=True)
-class HostReading:
-    """What was read of a host.
-
-    Attributes:
-        rank: of the worker that has read it.
-        name: of the host, for people.
-        reading: for `find_faults`.
-    """
-
-    rank: int
-    name: str
-    reading: dict[str, Any]
-
-
-def read_together(comm: Communicator, read: Callable[[], dict[str, Any]]) -> list[HostReading]:
-    """Readings of all hosts, the same on every rank. Collective.
+def read_together(
+    comm: Communicator, read: Callable[[], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Host -> readings for `find_faults`, the same on every rank. Collective.
 
     Args:
         comm: all workers; one of each host reads.
@@ -42,14 +28,14 @@ def read_together(comm: Communicator, read: Callable[[], dict[str, Any]]) -> lis
         comm.barrier()
         times_s.append(time.time())
     name = os.uname().nodename + (f" (rank {comm.rank})" if comm.size > 1 else "")
-    own = (name, facts_of([], []) | read()) if comm.local_rank == 0 else None
-    every = comm.all_gather_object((own, times_s))
-    found = []
-    for rank, (host, there_s) in enumerate(every):
-        if host is not None:
-            pairs = zip(there_s, every[0][1], strict=True)
+    own = facts_of([], []) | read() if comm.local_rank == 0 else None
+    every = comm.all_gather_object((name, own, times_s))
+    found = {}
+    for host, reading, there_s in every:
+        if reading is not None:
+            pairs = zip(there_s, every[0][2], strict=True)
             skew_s = min(abs(there - here) for there, here in pairs)
-            found.append(HostReading(rank, host[0], host[1] | {"skew_s": skew_s}))
+            found[host] = reading | {"skew_s": skew_s}
     return found
 
 
@@ -71,8 +57,8 @@ def refusal(comm: Communicator, folder: Path, num_workers: int) -> str:
     def read() -> dict[str, Any]:
         return probe_limits(descriptors_needed(num_workers), port=None, folder=str(existing))
 
-    readings = {host.name: host.reading for host in read_together(comm, read)}
-    return _refusal([finding for finding in find_faults(readings, {}, num_workers) if finding.cure])
+    found = find_faults(read_together(comm, read), {}, num_workers)
+    return _refusal([finding for finding in found if finding.cure])
 
 
 def check_port() -> None:
