@@ -77,6 +77,12 @@ except ModuleNotFoundError as error:
     assert run_python(code).splitlines() == ["('one', ' two')", "tokenizers"]
 
 
+def test_only_env_touches_the_environment() -> None:
+    modules = (ROOT / "allstep").rglob("*.py")
+    others = [path for path in modules if path.parent.name != "env"]
+    assert [path.name for path in others if "os.environ" in path.read_text()] == []
+
+
 def test_import_has_no_side_effects() -> None:
     """Neither the door nor the rooms touch torch's state, logging, signals or threads."""
     code = """

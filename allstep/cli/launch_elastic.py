@@ -20,7 +20,7 @@ from allstep.cli.run_folder import is_run
 from allstep.cli.store import read_address
 from allstep.cli.worker import read_call
 from allstep.cli.workers import check_min_workers, num_workers_to_start
-from allstep.env import RUN_DIR
+from allstep.env import environment_of_script
 from allstep.errors import UsageError
 from allstep.files import read_json, write_json
 from allstep.train import launcher_lock
@@ -105,8 +105,5 @@ def run_script(folder: Path) -> NoReturn:
     """What each worker does."""
     script = read_call(folder).arguments
     os.chdir(script["folder"])
-    # As torchrun does; a share of the cores would depend on the number of workers, and so the bits.
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    if "run_dir" in script:
-        environ[RUN_DIR] = script["run_dir"]
+    environ = environment_of_script(script.get("run_dir"))
     os.execve(sys.executable, [sys.executable, *script["command"]], environ)

@@ -24,6 +24,7 @@ from allstep.env.user import read_compiler as read_compiler
 from allstep.env.worker import RUN_DIR as RUN_DIR
 from allstep.env.worker import allow_messages_in_turn as allow_messages_in_turn
 from allstep.env.worker import environment_of_joiner as environment_of_joiner
+from allstep.env.worker import environment_of_script as environment_of_script
 from allstep.env.worker import environment_of_worker as environment_of_worker
 from allstep.env.worker import forget_launch as forget_launch
 from allstep.env.worker import read_agent_id as read_agent_id

@@ -141,6 +141,18 @@ def environment_of_joiner(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def environment_of_script(run_dir: str | None) -> dict[str, str]:
+    """This process's variables for a user's script in its place, with one thread as by torchrun.
+
+    A share of the cores would depend on the number of workers, and so the bits.
+
+    Args:
+        run_dir: what `read_run_dir` gives there; None for nothing.
+    """
+    own = {} if run_dir is None else {RUN_DIR: run_dir}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **own}
+
+
 def set_environment(environ: Mapping[str, str]) -> None:
     """Puts other variables in place of all of this process's own."""
     os.environ.clear()
