@@ -69,11 +69,7 @@ def check_pipeline(
     micro_batch: int | None,
     global_batch: int | None,
 ) -> None:
-    """Refuses more stages than blocks, and fewer micro-batches than workers along `pipeline`.
-
-    Raises:
-        UsageError: saying what would do.
-    """
+    """Refuses more stages than blocks, and fewer micro-batches than workers along `pipeline`."""
     if mesh.pipeline == 1:
         return
     stages = PipelineSpec(

@@ -13,9 +13,6 @@ def read_growth(path: Path, recipe: str | None) -> Growth:
     Args:
         path: of a curve.json.
         recipe: what advice is asked for; None if it is no recipe.
-
-    Raises:
-        UsageError: if the file isn't there, none of `allstep curve`, or another recipe's.
     """
     try:
         plain = read_json(path)

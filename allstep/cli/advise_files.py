@@ -13,11 +13,7 @@ from allstep.plan import Prediction, plain_data
 
 
 def check_files(known: Namespace) -> None:
-    """Refuses files that can't be written, before anything is done for them.
-
-    Raises:
-        UsageError: see `check_writable` and `check_plot`.
-    """
+    """Refuses files that can't be written, before anything is done for them."""
     if known.json is not None:
         check_writable("json", known.json)
     if known.plot is not None:
@@ -25,22 +21,14 @@ def check_files(known: Namespace) -> None:
 
 
 def write_files(known: Namespace, advice: Advice) -> None:
-    """Writes what was asked for.
-
-    Raises:
-        UsageError: if a file can't be written after all.
-    """
+    """Writes what was asked for."""
     write_plain(known, plain_advice(advice))
     if known.plot is not None:
         _write_plot(known.plot, advice)
 
 
 def write_plain(known: Namespace, plain: dict[str, Any]) -> None:
-    """Writes all numbers as JSON, if that was asked for.
-
-    Raises:
-        UsageError: if the file can't be written after all.
-    """
+    """Writes all numbers as JSON, if that was asked for."""
     if known.json is None:
         return
     text = json.dumps(finite(plain), indent=2, allow_nan=False) + "\n"

@@ -207,9 +207,6 @@ def refuse_given(known: Namespace, names: Iterable[str], why: str) -> None:
         known: the flags.
         names: of those that must not be given.
         why: and the cure; `{flag}` in it stands for the one that is.
-
-    Raises:
-        UsageError: for the first that is given.
     """
     for name in names:
         value = getattr(known, name)
@@ -220,11 +217,7 @@ def refuse_given(known: Namespace, names: Iterable[str], why: str) -> None:
 
 
 def check_numbers(known: Namespace) -> None:
-    """Refuses numbers out of range by the flags that hold them, and reads those that have units.
-
-    Raises:
-        UsageError: for the first that is wrong.
-    """
+    """Refuses numbers out of range by the flags that hold them, and reads those that have units."""
     for name in ("micro_batch", "per_node", "stages_per_worker"):
         value = getattr(known, name)
         if value is not None:
@@ -254,11 +247,7 @@ def check_numbers(known: Namespace) -> None:
 
 
 def read_price(known: Namespace) -> Price | None:
-    """What machines cost; None if it wasn't given.
-
-    Raises:
-        UsageError: for numbers out of range, or for interruptions without a price.
-    """
+    """What machines cost; None if it wasn't given."""
     names = ("interruptions_per_day", "restart_s", "checkpoint_every_s")
     if known.price_per_hour is None:
         why = "counts in what the training costs; give `--price-per-hour`, too."
@@ -277,9 +266,6 @@ def read_machines(
     Args:
         known: flags that `check_numbers` has let through.
         counts: the numbers of workers if no flag says them; None for the usual ones.
-
-    Raises:
-        UsageError: if flags are missing, or contradict each other.
     """
     asked = counts if known.workers is None else parse_counts("workers", known.workers)
     if known.cluster is None:

@@ -42,9 +42,6 @@ def worker_counts(known: Namespace, num_local: tuple[int, int]) -> list[int]:
     Args:
         known: the flags.
         num_local: GPUs and cores of this machine.
-
-    Raises:
-        UsageError: if this machine, or the launcher, hasn't as many.
     """
     asked = None if known.workers is None else parse_counts("workers", known.workers)
     launch = read_launch()

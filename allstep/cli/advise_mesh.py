@@ -38,11 +38,7 @@ _POLICY = next(policy for policy in POLICIES if policy.name == "fp32")
 
 
 def check_mesh_flags(known: Namespace) -> None:
-    """Refuses flags that go with a mesh without one, and those that don't with one.
-
-    Raises:
-        UsageError: for the first of them.
-    """
+    """Refuses flags that go with a mesh without one, and those that don't with one."""
     if known.mesh is None:
         refuse_given(
             known,
@@ -73,11 +69,7 @@ class MeshQuestion:
 
 
 def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
-    """What the flags ask; mistakes show before anything is measured.
-
-    Raises:
-        UsageError: for axes that aren't there or don't make up the workers, and what else is wrong.
-    """
+    """What the flags ask; mistakes show before anything is measured."""
     stages_per_worker = known.stages_per_worker or 1
     if known.mesh != "auto":
         mesh = MeshSpec(**parse_named_counts("mesh", known.mesh, _AXES))

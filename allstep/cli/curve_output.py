@@ -162,11 +162,7 @@ def _by_amount(measured: Sequence[HeldOutErrors]) -> Mapping[int, list[float]]:
 
 
 def draw(curve: Curve, path: Path) -> list[str]:
-    """Writes the picture, if there is something to draw with; returns the files' names.
-
-    Raises:
-        UsageError: if it can't be written.
-    """
+    """Writes the picture, if there is something to draw with; returns the files' names."""
     if not can_draw():
         return []
     figure = new_figure()

@@ -56,9 +56,6 @@ def split_host_options(arguments: Sequence[str]) -> tuple[HostOptions | None, li
     """The options about hosts, None without `--hosts`; and what is left of the command line.
 
     What follows `--` is left as it is.
-
-    Raises:
-        UsageError: if they can't be meant.
     """
     own, rest = list(arguments), []
     if "--" in own:
@@ -101,9 +98,6 @@ def _words_of(ssh: str) -> tuple[str, ...]:
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts and their numbers of workers; one where none is given.
-
-    Raises:
-        UsageError: if a number is none, or a host comes twice.
 
     >>> parse_hosts("alpha:2,me@beta")
     (Host(name='alpha', num_workers=2), Host(name='me@beta', num_workers=1))

@@ -69,11 +69,7 @@ def is_of_script(run_dir: Path) -> bool:
 
 
 def join(run_dir: Path, num_workers: int) -> int:
-    """Brings workers to a script's; returns the exit code when they have ended.
-
-    Raises:
-        UsageError: if nobody takes any.
-    """
+    """Brings workers to a script's; returns the exit code when they have ended."""
     store = read_store(run_dir)
     script = read_json(run_dir / _FILE) | {"run_dir": str(run_dir.absolute())}
     return _launch(num_workers, script, store.min_workers, joins=store.reachable_address())

@@ -34,11 +34,7 @@ def can_draw() -> bool:
 
 
 def check_can_draw(argument: str) -> None:
-    """Refuses a flag that asks for pictures where there is nothing to draw with.
-
-    Raises:
-        UsageError: says what to install.
-    """
+    """Refuses a flag that asks for pictures where there is nothing to draw with."""
     if not can_draw():
         raise UsageError(
             f"`{argument}` needs matplotlib: install it with `pip install 'allstep[plot]'`,"

@@ -44,11 +44,7 @@ def data_parallel(recipe: AnyRecipe) -> Recipe:
 
 
 def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
-    """Makes the folder of a new run; `runs/RECIPE-DATE-TIME` if none is given.
-
-    Raises:
-        UsageError: if `run_dir` holds a run already, which may be in training, or can't be made.
-    """
+    """Makes the folder of a new run; `runs/RECIPE-DATE-TIME` if none is given."""
     if run_dir is not None:
         check_not_in_training(run_dir)
         if _has_begun(run_dir):
@@ -106,9 +102,6 @@ def find_run(recipe: AnyRecipe, run_dir: Path | None, *, of_any_launch: bool = T
         recipe: with all its fields.
         run_dir: the run's folder; None for the one that this launch has made in an earlier attempt.
         of_any_launch: whether another launch may have begun it.
-
-    Raises:
-        UsageError: if another training was begun there, or a process trains there now.
     """
     if run_dir is None:
         files = Path("runs").glob(f"{recipe.name}-*/{_STARTER}")
@@ -164,11 +157,7 @@ def make_folder(path: Path, argument: str, *, exist_ok: bool = True) -> None:
 
 
 def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
-    """Writes `recipe.json`, whole or not at all.
-
-    Raises:
-        UsageError: if the folder can't be written.
-    """
+    """Writes `recipe.json`, whole or not at all."""
     with writing_errors(f"`run_dir` (={run_dir})"):
         write_json(run_dir / RECIPE_FILE, recipe_to_plain(recipe))
 
@@ -179,9 +168,6 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
     Args:
         run_dir: the run's folder.
         argument: what the caller names it, for messages.
-
-    Raises:
-        UsageError: if the folder holds no run.
     """
     if not run_dir.is_dir():
         raise UsageError(f"`{argument}` (={run_dir}) is no folder; {_list_runs(run_dir)}")

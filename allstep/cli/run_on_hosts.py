@@ -42,9 +42,6 @@ def run_on_hosts(
 
     Returns:
         0; 1 if a host failed; 128 + the signal that this process got.
-
-    Raises:
-        UsageError: if hosts can't be reached, or don't fit each other.
     """
     if options.is_dry:
         print_commands(options, command)

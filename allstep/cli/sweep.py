@@ -68,11 +68,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def read_known(
     parser: argparse.ArgumentParser, arguments: Sequence[str], *counts: str
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The command's flags, those in `counts` as whole numbers, and the recipe's words.
-
-    Raises:
-        UsageError: if a flag that has one value has a list, or there is no such recipe.
-    """
+    """The command's flags, those in `counts` as whole numbers, and the recipe's words."""
     known, flags = parser.parse_known_args(arguments)
     if arguments[0] != known.recipe:
         raise UsageError(f"Name the recipe first: `{parser.prog} RECIPE ...`; {_EXAMPLE}")

@@ -91,9 +91,6 @@ def write_files(folder: Path, results: Results) -> list[str]:
 
     Returns:
         The files' names.
-
-    Raises:
-        UsageError: if one can't be written.
     """
     plain = as_plain(results)
     write_json(folder / "table.json", plain)

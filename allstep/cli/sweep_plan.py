@@ -45,9 +45,6 @@ class Plan:
 def read_axes(flags: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """The flags that have several values, by field, and the words of all others.
 
-    Raises:
-        UsageError: if a list has an empty place or a value twice, or a flag is given twice.
-
     >>> read_axes(["--lr", "0.1,0.2", "--epochs", "3", "--compile", "--optimizer=sgd,lamb"])
     ({'lr': ['0.1', '0.2'], 'optimizer': ['sgd', 'lamb']}, ['--epochs', '3', '--compile'])
     """
@@ -94,11 +91,7 @@ def _split(name: str, text: str) -> list[str]:
 
 
 def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> Plan:
-    """The trainings that a command line stands for; each is checked as `allstep train` would.
-
-    Raises:
-        UsageError: if a list or one of the trainings' flags is wrong.
-    """
+    """The trainings that a command line stands for; each is checked as `allstep train` would."""
     axes, others = read_axes(flags)
     trainings: list[Training] = []
     for combination in itertools.product(*axes.values()):

@@ -155,11 +155,7 @@ def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
 
 
 def _check_host(options: LaunchOptions, num_workers: int | None) -> None:
-    """What `doctor` asks for, as far as it needs no workers that have met.
-
-    Raises:
-        UsageError: if there is a fault.
-    """
+    """What `doctor` asks for, as far as it needs no workers that have met."""
     if options.doctor is None:
         return
     if num_workers is None:

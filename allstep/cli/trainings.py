@@ -102,9 +102,6 @@ def read_jobs(jobs: int | None, workers: int | None) -> Jobs:
     """What a command line asks for; by default as many trainings as the cores have room for.
 
     On GPUs one at a time, as each training takes the first ones.
-
-    Raises:
-        UsageError: if a number is out of range, or another launcher has started this process.
     """
     launcher = read_launch().launcher
     if launcher != "none":
@@ -215,10 +212,6 @@ def _outcome(training: Training, watch: Watch, *, is_stopped: bool) -> Outcome:
 
 
 def write_json(path: Path, plain: Any) -> None:
-    """Writes a file for programs, whole or not at all.
-
-    Raises:
-        UsageError: if it can't be written.
-    """
+    """Writes a file for programs, whole or not at all."""
     with writing_errors(str(path)):
         files.write_json(path, plain, indent=1)

@@ -21,9 +21,6 @@ def read_starts(
         workers: of `-n`; None if it was left out.
         meshes: of each `--mesh`.
         arguments: the script's own; in those of a mesh `{axis}` stands for an axis's length.
-
-    Raises:
-        UsageError: if there is nothing to compare, or what was given can't be.
     """
     if meshes:
         return _read_meshes(workers, meshes, arguments)

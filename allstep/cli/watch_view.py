@@ -84,11 +84,7 @@ class View:
 
 
 def read_named_recipe(run_dir: Path) -> AnyRecipe | None:
-    """The run's recipe; None where an own script has left its workers' states.
-
-    Raises:
-        UsageError: if it is no run's folder.
-    """
+    """The run's recipe; None where an own script has left its workers' states."""
     if not run_folder.is_run(run_dir) and left_states(run_dir):
         return None
     return run_folder.read_recipe(run_dir, argument="run")

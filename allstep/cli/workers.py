@@ -23,11 +23,7 @@ Body = Callable[..., Any]
 
 
 def num_workers_to_start(requested: int | None) -> int | None:
-    """How many workers this process has to provide; None if a launcher has started them.
-
-    Raises:
-        UsageError: if `requested` is out of range or contradicts the launcher.
-    """
+    """How many workers this process has to provide; None if a launcher has started them."""
     launch = read_launch()
     if launch.launcher != "none":
         if requested not in (None, launch.size):

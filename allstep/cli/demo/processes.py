@@ -58,11 +58,7 @@ class Processes:
         return self._start(size, (body, arguments), preload=self._preload, min_workers=min_workers)
 
     def run(self, size: int, body: Body, **arguments: Any) -> Any:
-        """What rank 0 returns.
-
-        Raises:
-            WorkerError: if a worker fails, is killed or takes too long.
-        """
+        """What rank 0 returns."""
         return self.result(self.start(size, body, **arguments))
 
     def run_on_hosts(self, hosts: ShapedHosts, body: Body, **arguments: Any) -> Any:
