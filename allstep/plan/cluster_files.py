@@ -2,31 +2,22 @@
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from allstep.errors import UsageError, nearest_names
 from allstep.plan.cluster import Cluster
 from allstep.plan.nodes import Link
 
-_LINK_KEYS = {"bandwidth_bps": float, "latency_s": float}
-_KEYS: Mapping[str, type] = {
-    "name": str,
-    "num_nodes": int,
-    "workers_per_node": int,
-    "num_workers": int,
-    "intra": dict,
-    "inter": dict,
-    "copy_bytes_per_s": float,
-    "has_shared_memory": bool,
-    "samples_per_s": float,
-    "workload": str,
-    "compute_slowdown": float,
-    "communication_slowdown": float,
-    "source": str,
+_KINDS: Mapping[Any, tuple[type | tuple[type, ...], str]] = {
+    bool: (bool, "true or false"),
+    str: (str, "a text in quotes"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    Link: (dict, "a table, such as [intra]"),
 }
-_REQUIRED = ("num_nodes", "workers_per_node", "intra")
 
 
 def preset_names() -> list[str]:
@@ -86,8 +77,8 @@ def parse_cluster(text: str, where: str) -> Cluster:
 
 
 def _cluster(table: dict[str, Any], stem: str) -> Cluster:
-    _check_keys(table, _KEYS, _REQUIRED, "")
     values: dict[str, Any] = {"name": stem, **table}
+    _check_keys(values, Cluster, _hints(Cluster) | {"num_workers": int})
     num_workers = values.pop("num_workers", None)
     for name in ("intra", "inter"):
         if name in values:
@@ -102,32 +93,28 @@ def _cluster(table: dict[str, Any], stem: str) -> Cluster:
 
 
 def _link(table: dict[str, Any], name: str) -> Link:
-    _check_keys(table, _LINK_KEYS, ("bandwidth_bps",), f"{name}.")
+    _check_keys(table, Link, _hints(Link), f"{name}.")
     try:
         return Link(**table)
     except UsageError as error:
         raise UsageError(str(error).replace("`", f"`{name}.", 1)) from None
 
 
+def _hints(kind: type[Cluster | Link]) -> dict[str, Any]:
+    """What a file may say of it: the fields whose values a file can hold."""
+    hints = {name: (get_args(hint) or (hint,))[0] for name, hint in get_type_hints(kind).items()}
+    return {name: hint for name, hint in hints.items() if hint in _KINDS}
+
+
 def _check_keys(
-    table: dict[str, Any], known: Mapping[str, type], required: tuple[str, ...], prefix: str
+    table: dict[str, Any], kind: type[Cluster | Link], known: Mapping[str, Any], prefix: str = ""
 ) -> None:
     for key, value in table.items():
         if key not in known:
             raise UsageError(f"`{prefix}{key}` is no key of a cluster; {nearest_names(key, known)}")
-        kind = known[key]
-        is_right = isinstance(value, (int, float) if kind is float else kind)
-        if not is_right or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"`{prefix}{key}` (={value!r}) must be {_KINDS[kind]}.")
-    for key in required:
-        if key not in table:
-            raise UsageError(f"`{prefix}{key}` is missing.")
-
-
-_KINDS: Mapping[type, str] = {
-    bool: "true or false",
-    str: "a text in quotes",
-    int: "a whole number",
-    float: "a number",
-    dict: "a table, such as [intra]",
-}
+        allowed, words = _KINDS[known[key]]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool):
+            raise UsageError(f"`{prefix}{key}` (={value!r}) must be {words}.")
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in table:
+            raise UsageError(f"`{prefix}{field.name}` is missing.")

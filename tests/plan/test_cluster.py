@@ -122,6 +122,11 @@ def test_wrong_cluster_file_names_the_key(old, new, message):
     assert message in str(caught.value)
 
 
+def test_cluster_file_may_say_what_a_cluster_takes():
+    found = parse_cluster("burst_s = 0.002\nsamples_per_s = 90\n" + GOOD, "lab.toml")
+    assert (found.burst_s, found.samples_per_s) == (0.002, 90)
+
+
 def test_cluster_file_without_inter_has_one_node():
     text = GOOD.split("[inter]")[0]
     with pytest.raises(UsageError, match="`inter` is missing"):
