@@ -136,8 +136,8 @@ class _Host:
             else:
                 self._command.send_signal(request["signal"])
 
-    def _ask_facts(self, paths: list[str], files: list[str]) -> dict[str, Any]:
-        return facts_of(paths, files)
+    _ask_facts = staticmethod(facts_of)
+    _ask_probe = staticmethod(probe)
 
     def _ask_listen(self, towards: str | None, port: int) -> dict[str, Any]:
         """Opens a port for a moment; says by which address others may reach it."""
@@ -167,9 +167,6 @@ class _Host:
         stream_port, datagram_port = self._echo.ports
         address = self._address(towards)
         return {"address": address, "stream_port": stream_port, "datagram_port": datagram_port}
-
-    def _ask_probe(self, **where: Any) -> dict[str, Any]:
-        return probe(**where)
 
     def _start(self, command: list[str], environ: dict[str, str], folder: str) -> None:
         if self._server is not None:
