@@ -119,11 +119,8 @@ def _framed(tile: Tensor, colour: Tensor) -> Tensor:
 def _save(path: Path, tiles: list[Tensor], *, columns: int) -> None:
     from PIL import Image
 
-    height, width, _ = tiles[0].shape
-    rows = -(-len(tiles) // columns)
-    sheet = torch.zeros(rows * height, columns * width, 3, dtype=torch.uint8)
-    for i, tile in enumerate(tiles):
-        top, left = i // columns * height, i % columns * width
-        sheet[top : top + height, left : left + width] = tile
+    missing = [torch.zeros_like(tiles[0])] * (-len(tiles) % columns)
+    rows = torch.stack([*tiles, *missing]).view(-1, columns, *tiles[0].shape)
+    sheet = rows.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # [height, width, colour]
     image = Image.fromarray(sheet.numpy())
     image.resize((_ZOOM * image.width, _ZOOM * image.height), Image.Resampling.NEAREST).save(path)
