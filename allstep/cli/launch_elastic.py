@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from allstep.cli.exits import StoreAddress, read_store
+from allstep.cli.exits import read_store
 from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.output_files import writing_errors
 from allstep.cli.run_folder import is_run
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
             with writing_errors(f"`run_dir` (={run_dir})"):
                 write_json(run_dir / _FILE, script)
             script["run_dir"] = str(run_dir.absolute())
-        return _launch(num_workers, script, known.min_workers, run_dir=run_dir, store=store)
+        return _launch(num_workers, script, run_dir, min_workers=known.min_workers, store=store)
 
 
 def is_of_script(run_dir: Path) -> bool:
@@ -72,28 +72,17 @@ def join(run_dir: Path, num_workers: int) -> int:
     """Brings workers to a script's; returns the exit code when they have ended."""
     store = read_store(run_dir)
     script = read_json(run_dir / _FILE) | {"run_dir": str(run_dir.absolute())}
-    return _launch(num_workers, script, store.min_workers, joins=store.reachable_address())
+    joins = store.reachable_address()
+    return _launch(num_workers, script, min_workers=store.min_workers, joins=joins)
 
 
 def _launch(
-    num_workers: int,
-    script: dict[str, Any],
-    min_workers: int,
-    *,
-    run_dir: Path | None = None,
-    joins: StoreAddress | None = None,
-    store: tuple[str, int] | None = None,
+    num_workers: int, script: dict[str, Any], run_dir: Path | None = None, **options: Any
 ) -> int:
+    """Args: options: of `Workers`."""
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
-        workers = Workers(
-            num_workers,
-            f"{__name__}:run_script",
-            Path(name),
-            script,
-            min_workers=min_workers,
-            joins=joins,
-            store=store,
-        )
+        function = f"{__name__}:run_script"
+        workers = Workers(num_workers, function, Path(name), script, **options)
         return launch_workers(workers, run_dir)
 
 

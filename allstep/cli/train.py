@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,10 +204,9 @@ def _check_starter(options: LaunchOptions, num_workers: int | None) -> None:
 
 def _resumed(arguments: Sequence[str]) -> str | None:
     """The value of `--resume`, if it is given; empty if it has none."""
-    for number, word in enumerate(arguments):
+    for word, following in pairwise([*arguments, ""]):
         name, has_value, value = word.partition("=")
         if name == "--resume":
-            following = "".join(arguments[number + 1 : number + 2])
             return value if has_value else following
     return None
 
