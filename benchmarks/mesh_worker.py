@@ -20,12 +20,8 @@ from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import tensor_parallel
 from allstep.recipes.token_loss import summed_cross_entropy
-from allstep.recipes.transformer import (
-    Transformer,
-    TransformerConfig,
-    shard_blocks,
-    tensor_parallel_plan,
-)
+from allstep.recipes.transformer import Transformer, TransformerConfig
+from allstep.recipes.transformer_parallel import shard_blocks, tensor_parallel_plan
 
 VOCAB, TOKENS, MICRO_BATCH, NUM_MICRO_BATCHES = 2048, 64, 16, 2  # as `text`, on each data worker
 STEPS_PER_EPOCH = 20

@@ -17,8 +17,6 @@ from allstep.recipes.transformer import (
     Transformer,
     TransformerConfig,
     TransformerStage,
-    shard_blocks,
-    tensor_parallel_plan,
 )
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -325,8 +323,10 @@ class Text(TokenRecipe):
     def _model(self, comm: Communicator) -> nn.Module:
         mesh = self._mesh(comm)
         model = Transformer(self._config, self._experts(mesh["data"]))
-        if comm.size == 1:
+        if comm.size == 1 or not self.divides_model:
             return model
+        from allstep.recipes.transformer_parallel import shard_blocks, tensor_parallel_plan
+
         if self.tensor_parallel > 1:
             allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
         if (sharding := self._sharding_mesh(mesh)) is not None:
@@ -349,13 +349,15 @@ class Text(TokenRecipe):
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
         """A stage for each block, so that any number of workers draws the same."""
+        from allstep.recipes.transformer_parallel import divide_stage, shard_blocks
+
         mesh, is_divided = self._mesh(comm), comm.size > 1 and self.tensor_parallel > 1
         experts, sharding = self._experts(mesh["data"]), self._sharding_mesh(mesh)
 
         def make(number: int) -> nn.Module:
             stage = TransformerStage(self._config, number, experts)
             if is_divided:
-                stage.divide(mesh)
+                divide_stage(stage, mesh)
             if sharding is not None:
                 shard_blocks(stage.to(comm.device), sharding)
             return stage

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,6 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator
-
-if TYPE_CHECKING:  # its import takes seconds
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +80,7 @@ class Transformer(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(config.sequence_length, config.width))
         self.dropout = nn.Dropout(config.dropout)
         mlps = [_make_mlp(config, experts) for _ in range(config.depth)]
-        self.blocks = nn.Sequential(*(_Block(config, mlp) for mlp in mlps))
+        self.blocks = nn.Sequential(*(Block(config, mlp) for mlp in mlps))
         self.norm = nn.LayerNorm(config.width)
         self.add, self.logits = _Add(), _TiedLogits()  # modules, so that a plan can lay inputs out
         self._initialize(config.depth)
@@ -118,7 +113,7 @@ class Transformer(nn.Module):
         for module in _outside_experts(self):
             initialize_small(module)
         for block in self.blocks:
-            assert isinstance(block, _Block)
+            assert isinstance(block, Block)
             _initialize_block(block, depth)
 
 
@@ -141,7 +136,7 @@ class TransformerStage(nn.Module):
         width, is_last = config.width, number == config.depth - 1
         mlp = _make_mlp(config, experts)
         self.embedding = _Embedding(config) if number == 0 else None
-        self.block = _Block(config, mlp)
+        self.block = Block(config, mlp)
         self.norm = nn.LayerNorm(width) if is_last else None
         self.logits = nn.Linear(width, config.vocab_size, bias=False) if is_last else None
         for module in _outside_experts(self):
@@ -173,12 +168,6 @@ class TransformerStage(nn.Module):
             use = tuple(part for each in use for part in each)
         return (x, *use, *others) if use or others else x
 
-    def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> nn.Module:
-        """This stage with its block's heads and hidden features divided over `tensor`."""
-        from torch.distributed.tensor import Replicate
-
-        return allstep.nn.tensor_parallel(self, mesh, _block_plan("block", self.block, Replicate()))
-
 
 class _Embedding(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
@@ -209,7 +198,7 @@ class _TiedLogits(nn.Module):
         return F.linear(at_positions(x, positions), weight)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     def __init__(self, config: TransformerConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
@@ -259,124 +248,6 @@ class _MLP(nn.Module):
         return y
 
 
-def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
-    """How torch's `parallelize_module` divides the heads, hidden features, tokens and vocabulary.
-
-    Between the halves of blocks each worker has a part of each sequence's tokens: norms, dropout
-    and sums. Embeddings and logits are divided by tokens of the vocabulary, and the logits stay so.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        PrepareModuleInput,
-        PrepareModuleInputOutput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
-
-    tokens, whole, vocabulary = Shard(1), Replicate(), Shard(0)
-    plan: dict[str, ParallelStyle] = {
-        "token_embedding": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
-        "add": PrepareModuleInputOutput(
-            input_layouts=(tokens, whole),
-            desired_input_layouts=(tokens, Shard(0)),
-            output_layouts=tokens,
-            desired_output_layouts=tokens,
-        ),
-        "dropout": SequenceParallel(use_local_output=True),
-        "norm": SequenceParallel(use_local_output=True),
-        "logits": PrepareModuleInput(
-            input_layouts=(tokens, vocabulary),
-            desired_input_layouts=(whole, vocabulary),
-            input_kwarg_layouts={"positions": whole},
-            desired_input_kwarg_layouts={"positions": whole},
-        ),
-    }
-    for i in range(len(model.blocks)):
-        plan |= _block_plan(f"blocks.{i}", model.blocks[i], tokens)
-        for name in ("attention_norm", "mlp_norm", "dropout"):
-            plan[f"blocks.{i}.{name}"] = SequenceParallel(use_local_output=True)
-    return plan
-
-
-def shard_blocks(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Shards each block for itself by FSDP2, so that one is whole at a time, and the rest together.
-
-    Experts that are divided over workers stay on those that have them.
-
-    Args:
-        model: a transformer or a stage of one, on its device.
-        mesh: of the workers that share out the samples, shards or copies x shards.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    mixtures = [m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts)]
-    divided = [mixture.experts for mixture in mixtures if mixture.experts.comm.size > 1]
-    own = {p for experts in divided for p in experts.parameters()}
-    for module in (*(m for m in model.modules() if isinstance(m, _Block)), model):
-        fully_shard(module, mesh=mesh, ignored_params=own)
-
-
-def _block_plan(name: str, block: nn.Module, between: "Placement") -> dict[str, "ParallelStyle"]:
-    """Of a block's heads and hidden features.
-
-    Args:
-        name: the block's.
-        block: the block.
-        between: how features are laid out before and after each half.
-    """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-    )
-
-    attention = f"{name}.attention"
-    plan: dict[str, ParallelStyle] = {
-        # Their gradients are added before they are summed over the workers, in one message.
-        attention: PrepareModuleInput(
-            input_layouts=(between,), desired_input_layouts=(Replicate(),)
-        )
-    }
-    plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-    plan |= {f"{attention}.output": RowwiseParallel(output_layouts=between)}
-    return plan | _mlp_plan(f"{name}.mlp", block.get_submodule("mlp"), between)
-
-
-def _mlp_plan(name: str, mlp: nn.Module, between: "Placement") -> dict[str, "ParallelStyle"]:
-    """Of hidden features; a router sees whole tokens, so that workers of a copy choose the same.
-
-    Args:
-        name: the layer's.
-        mlp: a single network, or this worker's experts.
-        between: how features are laid out before and after the layer.
-    """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInputOutput,
-        RowwiseParallel,
-    )
-
-    if not isinstance(mlp, allstep.nn.MixtureOfExperts):
-        return {
-            f"{name}.hidden": ColwiseParallel(input_layouts=between),
-            f"{name}.output": RowwiseParallel(output_layouts=between),
-        }
-    plan: dict[str, ParallelStyle] = {
-        name: PrepareModuleInputOutput(
-            input_layouts=(between,),
-            desired_input_layouts=(Replicate(),),
-            use_local_input=True,
-            output_layouts=(Replicate(), None),  # the other output is the balance loss
-            desired_output_layouts=(between, Replicate()),
-        )
-    }
-    for number in mlp.experts:
-        plan |= _mlp_plan(f"{name}.experts.{number}", mlp.experts[number], Replicate())
-    return plan
-
-
 def _make_mlp(config: TransformerConfig, experts: Experts | None) -> nn.Module:
     width = config.width
     if experts is None:
@@ -418,7 +289,7 @@ def initialize_small(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _initialize_block(block: _Block, depth: int) -> None:
+def _initialize_block(block: Block, depth: int) -> None:
     _initialize_residual(block.attention.output, depth)
     if isinstance(block.mlp, _MLP):  # experts are drawn where they are made
         _initialize_residual(block.mlp.output, depth)

@@ -37,7 +37,7 @@ from allstep.nn.local_products import Fields, correlations, responses, spread
 from allstep.nn.windows import Layout, full_tensor, local_shard
 from allstep.recipes.cots import Cots
 from allstep.recipes.token_loss import summed_cross_entropy
-from allstep.recipes.transformer import tensor_parallel_plan
+from allstep.recipes.transformer_parallel import tensor_parallel_plan
 from tests.helpers.divided import whole_state
 from tests.helpers.gpus import on_cpu
 from tests.helpers.on_gpu import gpu, over_links, run_on_gpu

@@ -24,7 +24,8 @@ from allstep import Communicator, init
 from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
 from allstep.recipes.token_loss import summed_cross_entropy
-from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
+from allstep.recipes.transformer import Transformer, TransformerConfig
+from allstep.recipes.transformer_parallel import tensor_parallel_plan
 from tests.helpers.divided import misfit, save_whole, whole_state
 from tests.helpers.messages import refused
 from tests.helpers.processes import Workers, run_processes

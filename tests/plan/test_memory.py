@@ -16,13 +16,8 @@ from allstep.nn import Pipeline, tensor_parallel
 from allstep.plan import MeshSpec, PipelineSpec, TransformerSpec, Workload, memory_of
 from allstep.plan.memory import memory_of_workers
 from allstep.recipes.token_loss import summed_cross_entropy
-from allstep.recipes.transformer import (
-    Transformer,
-    TransformerConfig,
-    TransformerStage,
-    shard_blocks,
-    tensor_parallel_plan,
-)
+from allstep.recipes.transformer import Transformer, TransformerConfig, TransformerStage
+from allstep.recipes.transformer_parallel import divide_stage, shard_blocks, tensor_parallel_plan
 from tests.helpers.processes import run_processes
 from tests.helpers.resident import Step, peak_bytes
 
@@ -50,7 +45,7 @@ def make_model(mesh: Mesh[Communicator], spec: MeshSpec, config: TransformerConf
         def make_stage(number: int) -> nn.Module:
             stage = TransformerStage(config, number)
             if spec.tensor > 1:
-                stage.divide(mesh)
+                divide_stage(stage, mesh)
             if spec.shard > 1:
                 shard_blocks(stage, mesh.device_mesh()["data"])
             return stage

@@ -28,12 +28,8 @@ from allstep.plan import (
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.recipes.text import Text
 from allstep.recipes.token_loss import summed_cross_entropy
-from allstep.recipes.transformer import (
-    Transformer,
-    TransformerConfig,
-    TransformerStage,
-    tensor_parallel_plan,
-)
+from allstep.recipes.transformer import Transformer, TransformerConfig, TransformerStage
+from allstep.recipes.transformer_parallel import divide_stage, tensor_parallel_plan
 from tests.helpers.processes import run_processes
 
 BLOCKS = TransformerSpec(depth=24, width=1024, heads=16, sequence_length=512)
@@ -210,7 +206,7 @@ def count_divided(comm: Communicator) -> tuple[int, int]:
 def count_divided_stages(comm: Communicator) -> list[int]:
     """Parameters of this worker's part of each stage."""
     mesh = comm.mesh(data=1, tensor=comm.size)
-    stages = [TransformerStage(CONFIG, number).divide(mesh) for number in range(3)]
+    stages = [divide_stage(TransformerStage(CONFIG, number), mesh) for number in range(3)]
     return [sum(p.numel() for p in stage.parameters()) for stage in stages]
 
 
