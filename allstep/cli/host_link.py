@@ -21,8 +21,8 @@ _LAST_LINES = 5
 # No questions to a person; an end within about 20 s where the host or the network is gone.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 
-# What comes of a host: its number, and a line, its command's exit code, or what ssh said last.
-Event = tuple[int, str, Any]
+# What comes of a host: a "line", its command's exit code as it has "ended", or ssh's, "lost".
+Event = tuple["HostLink", str, Any]
 
 
 @contextlib.contextmanager
@@ -30,10 +30,9 @@ def open_links(options: HostOptions, events: "queue.Queue[Event]") -> Iterator[l
     """Connections to all hosts, closed at the end; `events` takes what comes of them."""
     with contextlib.ExitStack() as stack:
         links = []
-        for number, host in enumerate(options.hosts):
-            link = HostLink(number, host.name, options, events)
-            stack.callback(link.close)
-            links.append(link)
+        for host in options.hosts:
+            links.append(HostLink(host.name, options, events))
+            stack.callback(links[-1].close)
         yield links
 
 
@@ -41,16 +40,13 @@ class HostLink:
     """One host, over ssh; see [Note: host protocol].
 
     Args:
-        number, name: of the host.
+        name: of the host.
         options: how to come there.
         events: takes what the host's command prints, and its end.
     """
 
-    def __init__(
-        self, number: int, name: str, options: HostOptions, events: "queue.Queue[Event]"
-    ) -> None:
+    def __init__(self, name: str, options: HostOptions, events: "queue.Queue[Event]") -> None:
         self.name = name
-        self._number = number
         self._events = events
         self._answers: queue.Queue[Any] = queue.Queue()
         self._errors: list[str] = []
@@ -150,9 +146,9 @@ class HostLink:
             if "answer" in message:
                 self._answers.put(message["answer"])
             elif "line" in message:
-                self._events.put((self._number, "line", message["line"]))
+                self._events.put((self, "line", message["line"]))
             elif "ended" in message:
-                self._events.put((self._number, "ended", message["ended"]))
+                self._events.put((self, "ended", message["ended"]))
         self._process.wait()
         self._answers.put(None)
-        self._events.put((self._number, "lost", self._process.returncode))
+        self._events.put((self, "lost", self._process.returncode))

@@ -135,23 +135,22 @@ def _tell(
 
 def _watch(links: Sequence[HostLink], events: "queue.Queue[Event]", came: Sequence[int]) -> int:
     """Prints what comes until all hosts have ended; ends all if one fails or a signal comes."""
-    running = set(range(len(links)))
+    running = set(links)
     num_sent, has_failed = 0, False
     stages = [(_GRACE_S, signal.SIGTERM), (_END_S, signal.SIGKILL), (_END_S, None)]
     due_s = float("inf")
     while running:
         with contextlib.suppress(queue.Empty):
-            number, kind, content = events.get(timeout=_POLL_S)
-            link = links[number]
+            link, kind, content = events.get(timeout=_POLL_S)
             if kind == "line":
                 print(_marked(link.name, content), flush=True)
-            elif number in running:
-                running.discard(number)
+            elif link in running:
+                running.remove(link)
                 failure = _failure(link, kind, content)
-                if failure and not came and not has_failed:
-                    print(f"[{link.name}] {failure}", file=sys.stderr, flush=True)
                 if failure and not has_failed:
                     has_failed, due_s = True, time.monotonic() + stages[0][0]
+                    if not came:
+                        print(f"[{link.name}] {failure}", file=sys.stderr, flush=True)
         while num_sent < len(came):
             ending = came[num_sent] if num_sent == 0 else signal.SIGKILL
             for link in links:
@@ -161,8 +160,8 @@ def _watch(links: Sequence[HostLink], events: "queue.Queue[Event]", came: Sequen
             _, ending_signal = stages.pop(0)
             if ending_signal is None:
                 break
-            for number in running:
-                links[number].send(signal=int(ending_signal))
+            for link in running:
+                link.send(signal=int(ending_signal))
             due_s = time.monotonic() + stages[0][0]
     return 128 + came[0] if came else FAILED if has_failed else 0
 
