@@ -1,6 +1,7 @@
 """The recipes by name, and a recipe as plain data, as a run's folder holds it."""
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
 from json import JSONDecodeError
@@ -21,22 +22,13 @@ AnyRecipe = Recipe | DividedRecipe
 """What `allstep train` can run."""
 
 
-class _Registry(Mapping[str, type[AnyRecipe]]):
+class _Registry(UserDict[str, Any]):
     """Recipes by name; a recipe's module is imported when it is asked for."""
 
-    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
-        self._places = places
-
     def __getitem__(self, name: str) -> type[AnyRecipe]:
-        module, recipe = self._places[name]
+        module, recipe = self.data[name]
         found: type[AnyRecipe] = getattr(import_module(module), recipe)
         return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 REGISTRY: Mapping[str, type[AnyRecipe]] = _Registry(
