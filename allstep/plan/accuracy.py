@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from allstep.files import from_plain
 from allstep.plan.compression import COMPRESSIONS
 from allstep.plan.policies import PolicySpec
 
@@ -79,9 +80,5 @@ def measured_accuracy() -> AccuracyTable:
      "points_lost": {"name of a policy": {"mean": points, "std": points}, ...}}
     """
     text = (files("allstep.plan") / "accuracy_cost.json").read_text(encoding="utf-8")
-    table = json.loads(text)
-    costs = {
-        name: AccuracyCost(float(cost["mean"]), float(cost["std"]))
-        for name, cost in table["points_lost"].items()
-    }
-    return AccuracyTable(table["task"], table["num_workers"], costs)
+    found: AccuracyTable = from_plain(AccuracyTable, json.loads(text))
+    return found

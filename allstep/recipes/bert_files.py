@@ -1,6 +1,5 @@
 """A BERT as a folder that transformers reads and writes: config.json and model.safetensors."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import allstep
-from allstep.files import replacing, write_whole
+from allstep.files import read_json, replacing, write_json, write_whole
 from allstep.recipes.bert_model import PADDING_TOKEN, BertConfig, BertForPreTraining
 
 _MEANING = {
@@ -54,7 +53,7 @@ def save_bert(model: BertForPreTraining, folder: Path, vocabulary: Sequence[str]
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = _MEANING | {"architectures": ["BertForPreTraining"]} | asdict(model.config)
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
     with replacing(folder / "model.safetensors") as draft:
         save_file(state, draft, metadata={"format": "pt"})
@@ -91,7 +90,7 @@ def load_bert(folder: Path) -> BertForPreTraining:
 
 def _read_config(path: Path) -> BertConfig:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
         config = BertConfig(**{f.name: found[f.name] for f in fields(BertConfig)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise allstep.errors.CheckpointError(
