@@ -174,11 +174,10 @@ _make_table = partial(make_table, left=["policy"], gap=1)
 
 
 def _wide(advice: Advice) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("workers", no_wrap=True)
-    for count in advice.worker_counts:
-        table.add_column(f"{count:,}", justify="right", no_wrap=True)
-    table.add_column("accuracy cost", justify="right")
+    counts = [f"{count:,}" for count in advice.worker_counts]
+    table = make_table("workers", *counts, "accuracy cost", left=["workers"], gap=1)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for name, row in advice.policies.items():
         cells = [_cell(p, advice) for p in row.values()]
         policy = next(iter(row.values())).policy
