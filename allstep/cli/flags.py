@@ -88,10 +88,6 @@ def _check(flags: Sequence[str], hints: Mapping[str, Any], prog: str) -> None:
         if not flag.startswith("--") or name not in hints:
             names = [f"--{name.replace('_', '-')}" for name in hints]
             raise UsageError(f"`{flag}` is no flag of `{prog}`; {nearest_names(flag, names)}")
-        if get_origin(hints[name]) is tuple:
-            while words and not words[0].startswith("--"):
-                words.pop(0)
-            continue
         if not has_value:
             if not words:
                 raise UsageError(f"`{flag}` needs a value: `{flag} {name.upper()}`.")
