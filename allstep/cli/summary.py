@@ -94,6 +94,6 @@ def show(report: RunReport, summary: Summary) -> None:
 
 def _metric(report: RunReport, name: str) -> str:
     total, count = report.totals[name]
-    if total == int(total) and 0 <= total <= count:  # a count of right answers
+    if total.is_integer() and 0 <= total <= count:  # a count of right answers
         return f"{report.metrics[name]:.2%} ({total:.0f} of {count:.0f})"
     return f"{report.metrics[name]:.4f}"

@@ -136,6 +136,12 @@ def test_a_run_stops_early_and_its_best_checkpoint_is_evaluated(tmp_path, capsys
     assert f"accuracy  {numbers['best_value']:.6g}" in said
 
 
+def test_summary_of_a_run_whose_loss_is_no_number(tmp_path, capsys):
+    flags = ("--nonfinite", "propagate", "--lr", "1e30", "--epochs", "1")
+    assert main(["train", "digits", "--run-dir", str(tmp_path / "run"), *flags]) == 0
+    assert "\nloss: nan\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_workers_of_torchrun_join(tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
