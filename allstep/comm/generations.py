@@ -70,10 +70,12 @@ class Generation:
     Attributes:
         members: by rank.
         num_seen: of those that have ever asked to join, how many were looked at.
+        num_left_out: how many were ever left out as they had come in vain, with nobody lost.
     """
 
     members: tuple[Member, ...]
     num_seen: int
+    num_left_out: int = 0
 
     @classmethod
     def read(cls, store: Store, number: int) -> "Generation | None":
@@ -82,11 +84,11 @@ class Generation:
         if not store.check([key]):
             return None
         plain = json.loads(store.get(key))
-        return cls(tuple(map(Member.read, plain["members"])), plain["num_seen"])
+        return cls(**(plain | {"members": tuple(map(Member.read, plain["members"]))}))
 
     def write(self, store: Store, number: int) -> None:
         """Makes it the generation of that number, unless another worker was faster."""
-        plain = {"members": [m.text for m in self.members], "num_seen": self.num_seen}
+        plain = vars(self) | {"members": [m.text for m in self.members]}
         store.compare_set(f"{number}/members", "", json.dumps(plain))
 
 

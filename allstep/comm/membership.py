@@ -97,8 +97,8 @@ class Membership:
         self._own = Member(uuid.uuid4().hex, self._system.own_place())
         self._end_asked, self._end_told = self._system.new_event(), self._system.new_event()
         self._num_seen = 0  # of those that have asked to join
-        self._num_attempts = 0  # to join, that have failed with nobody lost
-        self._lets_in_one = False  # at a time, since such an attempt
+        self._num_left_out = 0  # of those that have joined in vain, as the present list says
+        self._num_attempts = 0  # of this worker to join, that were in vain
         self._num_waits = 0  # of the present workers for each other, where they are
         self._requests = Requests()
         self._has_lost_store = self._is_over = False
@@ -300,7 +300,7 @@ class Membership:
                 self._come()
             if self.members and self._enter(self.generation + 1):
                 return
-            if self.members and progress < 0 and self._is_whole(self.generation + 1):
+            if self.members and progress < 0 and self._came_in_vain():
                 self._note_attempt()
             if self.members and not self._rejoins and progress >= 0:
                 raise PeerLostError(
@@ -308,6 +308,11 @@ class Membership:
                     f" for more than {self._grace_s:g} s: start another in its place."
                 )
             self._wait_to_join()
+
+    def _came_in_vain(self) -> bool:
+        """Whether the next list leaves out who has just come, and not one that is lost or late."""
+        new = Generation.read(self._store, self.generation + 1)
+        return new is not None and new.num_left_out > self._num_left_out
 
     def _note_attempt(self) -> None:
         self._num_attempts += 1
@@ -359,18 +364,16 @@ class Membership:
         ]
         came.sort(key=lambda member: -member.progress)  # stable: the others keep their order
         lets_in, is_whole = self._lets_in(came[0].progress), len(came) == len(self.members)
-        waiting = self._waiting()[: 1 if self._lets_in_one else None] if lets_in else []
+        # One at a time since some came in vain: who can't connect takes nobody along again.
+        waiting = self._waiting()[: 1 if self._num_left_out else None] if lets_in else []
         if came[0].progress >= 0 and (is_whole or not lets_in):
             # Who has no state yet: nobody was lost, so the others have waited for them in vain; or
             # they were let in by one that was further, and was, and nobody is where they begin.
             came = [member for member in came if member.progress >= 0]
+        num_left_out = self._num_left_out + (len(self.members) - len(came) if is_whole else 0)
         alive = (member for member in waiting if not self._has_ended(member.place))
-        new = Generation((*came, *alive), self._num_seen + len(waiting))
+        new = Generation((*came, *alive), self._num_seen + len(waiting), num_left_out)
         new.write(self._store, generation)
-
-    def _is_whole(self, generation: int) -> bool:
-        """Whether all of the present one have come to the next."""
-        return all(self._came(generation, member) for member in self.members)
 
     def _waiting(self) -> list[Member]:
         """Those that ask to join."""
@@ -381,11 +384,16 @@ class Membership:
         new = Generation.read(self._store, generation)
         if new is None or self._own.name not in [member.name for member in new.members]:
             return False
-        if not {member.name for member in self.members} <= {m.name for m in new.members}:
-            self._note_left_out(generation)
+        has_left_out = new.num_left_out > self._num_left_out
         self._num_waits = self._num_waits + 1 if new.members == self.members else 1
         # In this order, for the thread that looks for requests.
         self._num_seen, self.members, self.generation = new.num_seen, new.members, generation
+        self._num_left_out = new.num_left_out
+        if has_left_out and self.rank == 0:
+            logging.getLogger("allstep").warning(
+                "goes on without workers that had just come: they could not connect with all others"
+                " in time, or not get the training's state; they may try once more"
+            )
         if self._num_waits == _MOST_WAITS:
             raise CollectiveTimeoutError(
                 f"The same {len(self.members)} workers have waited for each other in vain"
@@ -399,17 +407,6 @@ class Membership:
                 f" (={self._min_workers}): the run ends; resume it with enough of them."
             )
         return True
-
-    def _note_left_out(self, generation: int) -> None:
-        """Notes whether workers that had just come are left out, with nobody lost."""
-        if not self._is_whole(generation):
-            return
-        self._lets_in_one = True
-        if self.rank == 0:
-            logging.getLogger("allstep").warning(
-                "goes on without workers that had just come: they could not connect with all others"
-                " in time, or not get the training's state; they may try once more"
-            )
 
     def _wait_to_join(self) -> None:
         """Asks to join, and waits for a generation with this worker."""
