@@ -37,11 +37,16 @@ class Machine(System):
         return place.pid in self._ended
 
 
-def member(served: TCPStore, number: int, ended: set[int]) -> Membership:
+def member(
+    served: TCPStore,
+    number: int,
+    ended: set[int],
+    lets_in: Callable[[int], bool] = lambda progress: True,
+) -> Membership:
     """A worker's; number 0 is the first, and the others join."""
     address, joins = ("127.0.0.1", served.port), number > 0
     launch = Launch("torchrun", 0, 1, 0, 1, 0, 1, *address, "job", min_workers=1, joins=joins)
-    return Membership(launch, grace_s=20.0, system=Machine(number, ended))
+    return Membership(launch, grace_s=20.0, lets_in=lets_in, system=Machine(number, ended))
 
 
 def test_one_is_let_in_at_a_time_also_by_who_has_joined() -> None:
@@ -76,3 +81,31 @@ def test_one_is_let_in_at_a_time_also_by_who_has_joined() -> None:
     first.end()
     for work in works:
         work.wait(timeout_s=20.0)
+
+
+def test_worker_that_let_others_in_is_lost() -> None:
+    """They have no state yet; who is left is at a place where nobody can begin."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, ended = stored_in(served, "job"), set[int]()
+    first, second, joins = (member(served, n, ended, lambda step: step % 2 == 0) for n in range(3))
+    first.begin(Communicator.single_process())
+    waits = ThreadWork.start(lambda: second.next(-1), "second")
+    wait_until(lambda: len(joiners(store)) == 1)
+    first.next(2)
+    waits.wait(timeout_s=20.0)
+    waits = ThreadWork.start(lambda: joins.next(-1), "joins")
+    wait_until(lambda: len(joiners(store)) == 2)
+    behind = ThreadWork.start(lambda: second.next(3), "second")
+    first.next(4)
+    for work in (waits, behind):
+        work.wait(timeout_s=20.0)
+    assert len(second.members) == 3
+    ended.add(0)
+    waits = ThreadWork.start(lambda: joins.next(-1), "joins again")
+    second.next(3)
+    assert len(second.members) == 1
+    wait_until(lambda: len(joiners(store)) == 3)
+    second.next(4)
+    waits.wait(timeout_s=20.0)
+    assert len(second.members) == 2
+    first.leave()

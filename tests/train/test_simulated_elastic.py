@@ -15,11 +15,6 @@ def test_few_seeds() -> None:
         check_training(seed)
 
 
-def test_worker_that_let_others_in_is_lost() -> None:
-    """They had no state yet; the next one is at a place where nobody can begin."""
-    check_training(4870)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", chosen(200), ids=str)
 def test_seeds(seeds: range) -> None:
