@@ -366,10 +366,11 @@ class Membership:
         lets_in, is_whole = self._lets_in(came[0].progress), len(came) == len(self.members)
         # One at a time since some came in vain: who can't connect takes nobody along again.
         waiting = self._waiting()[: 1 if self._num_left_out else None] if lets_in else []
-        if came[0].progress >= 0 and (is_whole or not lets_in):
+        begun = [member for member in came if member.progress >= 0]
+        if begun and (not lets_in or (is_whole and len(begun) >= self._min_workers)):
             # Who has no state yet: nobody was lost, so the others have waited for them in vain; or
             # they were let in by one that was further, and was, and nobody is where they begin.
-            came = [member for member in came if member.progress >= 0]
+            came = begun
         num_left_out = self._num_left_out + (len(self.members) - len(came) if is_whole else 0)
         alive = (member for member in waiting if not self._has_ended(member.place))
         new = Generation((*came, *alive), self._num_seen + len(waiting), num_left_out)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -41,11 +42,14 @@ def member(
     served: TCPStore,
     number: int,
     ended: set[int],
+    *,
+    min_workers: int = 1,
     lets_in: Callable[[int], bool] = lambda progress: True,
 ) -> Membership:
     """A worker's; number 0 is the first, and the others join."""
-    address, joins = ("127.0.0.1", served.port), number > 0
-    launch = Launch("torchrun", 0, 1, 0, 1, 0, 1, *address, "job", min_workers=1, joins=joins)
+    address = "127.0.0.1", served.port
+    who: dict[str, Any] = {"min_workers": min_workers, "joins": number > 0}
+    launch = Launch("torchrun", 0, 1, 0, 1, 0, 1, *address, "job", **who)
     return Membership(launch, grace_s=20.0, lets_in=lets_in, system=Machine(number, ended))
 
 
@@ -87,7 +91,9 @@ def test_worker_that_let_others_in_is_lost() -> None:
     """They have no state yet; who is left is at a place where nobody can begin."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store, ended = stored_in(served, "job"), set[int]()
-    first, second, joins = (member(served, n, ended, lambda step: step % 2 == 0) for n in range(3))
+    first, second, joins = (
+        member(served, n, ended, lets_in=lambda step: step % 2 == 0) for n in range(3)
+    )
     first.begin(Communicator.single_process())
     waits = ThreadWork.start(lambda: second.next(-1), "second")
     wait_until(lambda: len(joiners(store)) == 1)
@@ -109,3 +115,18 @@ def test_worker_that_let_others_in_is_lost() -> None:
     waits.wait(timeout_s=20.0)
     assert len(second.members) == 2
     first.leave()
+
+
+def test_nobody_is_left_out_without_whom_too_few_are_left() -> None:
+    """All that came in vain may try again together: nobody was lost."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, other = (member(served, number, set(), min_workers=2) for number in range(2))
+    first.begin(Communicator.single_process())
+    joins = ThreadWork.start(lambda: other.next(-1), "joins")
+    wait_until(lambda: len(joiners(stored_in(served, "job"))) == 1)
+    first.next(1)
+    joins.wait(timeout_s=20.0)
+    comes = ThreadWork.start(lambda: other.next(-1), "comes")
+    first.next(1)
+    comes.wait(timeout_s=20.0)
+    assert len(first.members) == len(other.members) == 2

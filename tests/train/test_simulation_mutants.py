@@ -47,7 +47,7 @@ TRAINING_MUTANTS = {
     ),
     "joiners kept without a state": (
         "comm/membership.py",
-        "came = [member for member in came if member.progress >= 0]",
+        "came = begun",
         "pass",
     ),
     "a meeting of another generation": (
