@@ -66,7 +66,8 @@ def test_bert_averages_over_all_hidden_tokens_of_a_global_batch(
         loader = allstep.data.loader(task.train_set, alone, global_batch=24, micro_batch=4)
         for step, batch in enumerate(loader.global_batches()):
             parts = [(task.loss(model, m.data), m.num_samples) for m in batch.micro_batches]
-            assert len({n / k for (_, n), k in parts}) > 1  # type: ignore[misc]
+            if len(parts) > 1:  # the last batch may have one sample alone
+                assert len({n / k for (_, n), k in parts}) > 1  # type: ignore[misc]
             if weighs:
                 loss = sum(total for (total, _), _ in parts) / sum(n for (_, n), _ in parts)  # type: ignore[misc]
             else:
