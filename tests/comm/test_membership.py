@@ -87,6 +87,22 @@ def test_one_is_let_in_at_a_time_also_by_who_has_joined() -> None:
         work.wait(timeout_s=20.0)
 
 
+def test_most_advanced_is_rank_0() -> None:
+    """It gives those who come its state."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (member(served, number, set()) for number in range(2))
+    first.begin(Communicator.single_process())
+    joins = ThreadWork.start(lambda: second.next(-1), "second")
+    wait_until(lambda: len(joiners(stored_in(served, "job"))) == 1)
+    first.next(1)
+    joins.wait(timeout_s=20.0)
+    comes = ThreadWork.start(lambda: second.next(3), "second")
+    first.next(2)
+    comes.wait(timeout_s=20.0)
+    assert (first.rank, second.rank) == (1, 0)
+    first.leave()
+
+
 def test_worker_that_let_others_in_is_lost() -> None:
     """They have no state yet; who is left is at a place where nobody can begin."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

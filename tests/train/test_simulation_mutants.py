@@ -30,11 +30,6 @@ TRAINING_MUTANTS = {
         "if is_late or all(has_ended(m.place) for m in missing):",
         "if True:",
     ),
-    "a list in any order": (
-        "comm/membership.py",
-        "came.sort(key=lambda member: -member.progress)",
-        "came.sort(key=lambda member: member.name)",
-    ),
     "joiners let in twice": (
         "comm/membership.py",
         "self._num_seen + len(waiting)",
