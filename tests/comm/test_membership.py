@@ -146,3 +146,4 @@ def test_nobody_is_left_out_without_whom_too_few_are_left() -> None:
     first.next(1)
     comes.wait(timeout_s=20.0)
     assert len(first.members) == len(other.members) == 2
+    first.leave()
