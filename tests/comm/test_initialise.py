@@ -256,10 +256,10 @@ def test_rendezvous_times_out(tmp_path):
     with pytest.raises(CollectiveTimeoutError, match=r"on rank 1 of 2 .*rank 0 did not come"):
         connect(launch(1), 0.1, tmp_path)
     message = (
-        r"`init` on rank 0 of 2: rank 1 did not come within 0.1 s; there: rank 0 \(process \d+ on "
+        r"`init` on rank 0 of 2: rank 1 did not come within 5 s; there: rank 0 \(process \d+ on "
     )
     with pytest.raises(CollectiveTimeoutError, match=message):
-        connect(launch(0), 0.1, tmp_path)
+        connect(launch(0), 5.0, tmp_path)  # in which a busy machine serves a store
     [folder] = tmp_path.iterdir()
     assert list(folder.iterdir()) == []
 
