@@ -112,7 +112,7 @@ class PartGradients:
         begin_scale(scaler, self._comm.device)
         scaler.unscale_(optimizer)
         flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
-        found = torch.zeros((), device=self._comm.device)
+        found = torch.zeros((), dtype=torch.float32, device=self._comm.device)
         for flag in flags.values():
             found = found + flag.to(found.device)
         for comm in self.workers:

@@ -193,6 +193,19 @@ def test_clipping_sees_the_global_gradient(policy: ExchangePolicy) -> None:
         assert_same(actual, expected)
 
 
+def test_grad_scaler_without_a_gradient() -> None:
+    """What no worker has found is a number of the dtype that torch's scaler wants."""
+    model = mlp()
+    exchange = attach(model, Communicator.single_process())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    assert torch.get_default_dtype() == torch.float64
+    exchange.unscale_(scaler, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 128.0
+
+
 def test_grad_scaler_skips_the_step_on_all_ranks_if_one_overflows(policy: ExchangePolicy) -> None:
     start, batches = mlp(), torch.randn(3, 8, 5)
 
