@@ -76,6 +76,8 @@ class ParameterAveraging:
         self._has_warned = False
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
         self._in_round: set[str] = set()  # parameters that were trained in this round
+        self._once_trained: set[str] = set()
+        self._moved: set[str] = set()  # frozen ones, in this round: by zeros, with momentum
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._hooks: list[Removable] = [
@@ -174,6 +176,7 @@ class ParameterAveraging:
             self.warn_if_local()
 
     def _before_step(self, *_: Any) -> None:
+        self._moved.update(name for name, p in self._frozen().items() if p.grad is not None)
         if self.is_local(self.num_batches - int(self._is_driven)):
             self._set_anchors()
 
@@ -187,11 +190,13 @@ class ParameterAveraging:
     def _count(self) -> None:
         self.num_batches += 1
         self._in_round.update(self._parameters())
+        self._once_trained |= self._in_round
 
     def _end_round(self) -> None:
         """All workers have the same parameters."""
         self._num_averaged = self.num_batches
         self._in_round.clear()
+        self._moved.clear()
 
     def average_if_due(self) -> None:
         """Ends a round whose last batch was counted, if nobody has. Collective at times."""
@@ -202,7 +207,7 @@ class ParameterAveraging:
 
     @torch.no_grad()
     def _average(self) -> None:
-        parameters = self._parameters()
+        parameters = self._parameters() | self._moved_anywhere()
         means = self._means(parameters)
         if self._outer_optimizer is not None and self.is_local(self.num_batches - 1):
             self._set_anchors()  # of a worker that has skipped all steps of the round
@@ -252,6 +257,19 @@ class ParameterAveraging:
             for name, p in self._model.named_parameters()
             if (p.requires_grad or name in self._in_round) and not is_lazy(p)
         }
+
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """What was trained in an earlier round."""
+        names = self._once_trained - self._parameters().keys()
+        return {name: p for name, p in self._model.named_parameters() if name in names}
+
+    def _moved_anywhere(self) -> dict[str, nn.Parameter]:
+        """Frozen parameters that an optimizer has moved, as torch's do where `p.grad` is left."""
+        frozen = self._frozen()
+        if not frozen:
+            return {}
+        moved = set[str]().union(*self._comm.all_gather_object(sorted(self._moved)))
+        return {name: p for name, p in frozen.items() if name in moved}
 
     @torch.no_grad()
     def _set_anchors(self) -> None:

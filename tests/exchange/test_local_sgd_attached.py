@@ -189,13 +189,19 @@ def test_says_what_travels_when(
 
 @pytest.mark.parametrize("outer", [None, Nesterov()])
 @pytest.mark.parametrize("frozen_at", [4, 6])
-def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: int) -> None:
-    """At the end of a round of four steps, and in the middle of one."""
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_layers_that_are_frozen_stay_equal(
+    outer: Nesterov | None, frozen_at: int, set_to_none: bool
+) -> None:
+    """At the end of a round of four steps, and in the middle of one.
+
+    Where their gradients are left, as zeros, momentum moves them on, each worker's by its own.
+    """
     start, batches = mlp(), torch.randn(NUM_BATCHES, SIZE, 4, 5)
 
     def worker(comm: Communicator) -> list[Tensor]:
         model = copy.deepcopy(start)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         policy = LocalSGD(sync_every=4, outer_optimizer=outer)
         exchange = attach(model, comm, policy, optimizer=optimizer)
         for step, of_ranks in enumerate(batches):
@@ -203,7 +209,7 @@ def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: in
                 model[0].requires_grad_(False)
             model(of_ranks[comm.rank]).square().mean().backward()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none)
         exchange.sync_buffers()
         return list(model.parameters())
 
