@@ -107,6 +107,8 @@ def steps(
         _refuse_synchronized_norms(exchange)
         if isinstance(exchange.model, Pipeline):
             _check_pipeline(exchange.model, loader)
+        if exchange.averaging is not None:
+            _check_local_batches(exchange, loader)
     shares = getattr(loader, "shares", None)
     if shares is not None and not shares.is_equal:
         for exchange in exchanges:
@@ -153,6 +155,18 @@ def _check_pipeline(model: Pipeline, loader: Loader) -> None:
             f"`loader` cuts a global batch in {loader.num_micro_batches} micro-batches, of which a"
             f" pipeline gets {fewest}, and `schedule` (='1f1b') takes at least"
             f" {model.fewest_micro_batches}: use a smaller `micro_batch`, or 'gpipe'."
+        )
+
+
+def _check_local_batches(exchange: Exchange, loader: Loader) -> None:
+    """Checks that each worker of local SGD has something to train on."""
+    size = exchange.comm.size
+    if isinstance(loader, GlobalBatchLoader) and loader.num_micro_batches < size:
+        raise UsageError(
+            f"`loader` cuts a global batch in {loader.num_micro_batches} micro-batches, and of"
+            f" `LocalSGD` each of the {size} workers takes one at least: who has none would bring"
+            " parameters that it has not trained to each mean. Use a smaller `micro_batch`, or"
+            " fewer workers."
         )
 
 

@@ -757,6 +757,18 @@ def test_buffers_that_each_worker_changes_for_itself_are_told_of(
         assert f"the buffer `mean` of a {kind} was changed" in caplog.text or kind is None
 
 
+def test_workers_of_local_sgd_without_a_micro_batch_are_refused() -> None:
+    def worker(comm: Communicator) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = allstep.LocalSGD(sync_every=2)
+        exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
+        with pytest.raises(UsageError, match=r"in 1 micro-batches, .* each of the 2 workers takes"):
+            allstep.steps(make_loader(comm, global_batch=2), exchange)
+
+    run_ranks(2, worker)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_layer_is_unfrozen_while_gradients_of_batches_add_up(size: int) -> None:
     """Its parameters are taken up in the loop, beside gradients that lie in buckets."""
