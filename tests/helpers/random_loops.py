@@ -1,7 +1,8 @@
 """Random loops of a user's own, by a seed: model, data, policy, optimizers, and where they stop.
 
 Each is trained by one worker that nobody stops, and by other numbers of workers in several lives,
-one of which may crash. What comes of it must be the same: with exact sums bit for bit.
+one of which may crash. What comes of it must be the same: with exact sums bit for bit. With
+policies whose outcome depends on the number of workers, it must be that of one life on as many.
 """
 
 import copy
@@ -74,6 +75,15 @@ POLICIES: dict[str, allstep.ExchangePolicy] = {
     "exact": allstep.Synchronous(compression="exact"),
     "stale": allstep.Stale(),
 }
+BY_NUM_WORKERS: dict[str, allstep.ExchangePolicy] = {
+    "fp16": allstep.Synchronous(compression="fp16"),
+    "int8": allstep.Synchronous(compression="int8"),
+    "topk": allstep.Synchronous(compression="topk"),
+    "powersgd": allstep.Synchronous(compression="powersgd", bucket_bytes=256),
+    "stale int8": allstep.Stale(compression="int8"),
+    "stale powersgd": allstep.Stale(compression="powersgd"),
+    "local": allstep.LocalSGD(sync_every=3, average_optimizer_state=True),
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,7 @@ class Loop:
         frozen: "at first", "later" or None.
         lives: (epochs by then, workers) of each.
         crash_at: step of the last life in which it ends before its time; None for none.
+        workers_after_crash: of the life that goes on then.
         every_steps: between two checkpoints; None for those of the epochs.
         shares: of the workers.
     """
@@ -114,6 +125,7 @@ class Loop:
     frozen: str | None
     lives: tuple[tuple[int, int], ...]
     crash_at: int | None
+    workers_after_crash: int
     every_steps: int | None
     shares: str
 
@@ -127,7 +139,7 @@ class Loop:
         loss = draw.choice(losses if policy == "stale" else [*losses, "weight"])
         updates_every = 1 if policy == "stale" or loss == "weight" else draw.choice((1, 1, 2))
         ends = draw.choice(((3,), (1, 3), (2, 3), (1, 2, 3)))
-        return cls(
+        loop = cls(
             num_samples=num_samples,
             micro_batch=micro_batch,
             global_batch=global_batch,
@@ -147,8 +159,41 @@ class Loop:
             frozen=draw.choice((None, None, "at first", "later")),
             lives=tuple((end, draw.randint(2, 4)) for end in ends),
             crash_at=draw.choice((None, None, 1, 2, 3)),
+            workers_after_crash=0,
             every_steps=draw.choice((None, 1, 2)),
             shares=draw.choice(("equal", "equal", "measured", "fixed")),
+        )
+        return replace(loop, workers_after_crash=1 + loop.lives[-1][1] % 4)
+
+    def by_num_workers(self, seed: int) -> "Loop":
+        """With a policy whose outcome depends on the number of workers, and always as many."""
+        policy = random.Random(seed).choice(list(BY_NUM_WORKERS))
+        num_workers = self.lives[-1][1]
+        loop = replace(
+            self,
+            policy=policy,
+            lives=tuple((end, num_workers) for end, _ in self.lives),
+            workers_after_crash=num_workers,
+            shares="equal" if self.shares == "measured" else self.shares,
+        )
+        if policy in ("fp16", "int8", "topk", "powersgd"):
+            return loop
+        # One gradient an update; and local SGD takes one optimizer.
+        loss = "mean" if loop.loss == "weight" else loop.loss
+        optimizer = "adam" if loop.optimizer == "two" else loop.optimizer
+        loop = replace(loop, loss=loss, optimizer=optimizer, updates_every=1)
+        if policy != "local":
+            return loop
+        # Each worker has data in each step. A checkpoint ends a round, so that the end of a life
+        # must not be one more, and it has no gradients, not even zeros.
+        return replace(
+            loop,
+            num_samples=loop.num_samples + 4,
+            global_batch=loop.micro_batch * num_workers,
+            drop_last=True,
+            shares="equal",
+            every_steps=None,
+            set_to_none=True,
         )
 
 
@@ -171,8 +216,9 @@ class Life:
     ) -> None:
         self._loop, self._comm = loop, comm
         self.model = copy.deepcopy(model)
-        self.exchange = allstep.attach(self.model, comm, policy)
         self.optimizers = OPTIMIZERS[loop.optimizer](self.model)
+        averaged = self.optimizers[0] if isinstance(policy, allstep.LocalSGD) else None
+        self.exchange = allstep.attach(self.model, comm, policy, optimizer=averaged)
         self.samples = Samples(loop.num_samples, has_noise=loop.has_noise)
         shares: Any = [1 + rank % 3 for rank in range(comm.size)]
         self.loader = allstep.data.loader(
@@ -335,10 +381,7 @@ def differences(seed: int, folder: Path) -> list[str]:
         seed: of the loop.
         folder: for checkpoints.
     """
-    draw = random.Random(seed)
-    loop = Loop.draw(draw)
-    torch.manual_seed(seed)
-    model = RandomModel(draw)  # before the ranks, which are threads
+    loop, model = _draw(seed)
     alone = replace(loop, lives=((loop.lives[-1][0], 1),), crash_at=None)
     expected, (whole,) = _run(alone, model, folder / "alone")
     losses, ranks = _run(loop, model, folder / "workers")
@@ -348,6 +391,31 @@ def differences(seed: int, folder: Path) -> list[str]:
     numbers += [(name, x, whole[name]) for name, x in ranks[0].items()]
     wrong = [name for name, x, y in numbers if not _is_same(x, y, is_exact=is_exact)]
     return [*(f"{name} between ranks" for name in sorted(parted)), *wrong]
+
+
+def changes_by_interruption(seed: int, folder: Path) -> list[str]:
+    """What differs between lives of a loop `by_num_workers` and one life on as many workers.
+
+    Args:
+        seed: of the loop.
+        folder: for checkpoints.
+    """
+    loop, model = _draw(seed)
+    loop = loop.by_num_workers(seed)
+    whole = replace(loop, lives=loop.lives[-1:], crash_at=None)
+    expected_losses, expected = _run(whole, model, folder / "whole")
+    losses, ranks = _run(loop, model, folder / "lives")
+    wrong = [f"loss {n}" for n, loss in losses.items() if loss != expected_losses[n]]
+    for rank, (found, same) in enumerate(zip(ranks, expected, strict=True)):
+        wrong += [f"{name} of rank {rank}" for name in differing_names(found, same)]
+    return wrong
+
+
+def _draw(seed: int) -> tuple[Loop, RandomModel]:
+    draw = random.Random(seed)
+    loop = Loop.draw(draw)
+    torch.manual_seed(seed)
+    return loop, RandomModel(draw)  # before the ranks, which are threads
 
 
 def _run(
@@ -360,7 +428,7 @@ def _run(
         if number == len(loop.lives) - 1 and loop.crash_at is not None:
             with suppress(CrashError):
                 _live(loop, model, run_dir, num_epochs, num_workers, loop.crash_at)
-            num_workers = 1 + num_workers % 4
+            num_workers = loop.workers_after_crash
         found = _live(loop, model, run_dir, num_epochs, num_workers)
         losses |= found[0][0]
         ranks = [end for _, end in found]
@@ -376,7 +444,7 @@ def _live(
     crash_at: int | None = None,
 ) -> list[tuple[dict[float, float], dict[str, Tensor]]]:
     def work(comm: Communicator) -> tuple[dict[float, float], dict[str, Tensor]]:
-        life = Life(loop, model, comm, POLICIES[loop.policy])
+        life = Life(loop, model, comm, {**POLICIES, **BY_NUM_WORKERS}[loop.policy])
         end = life.train(run_dir, num_epochs, crash_at)
         return life.losses, end
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.generators import thread_generators  # noqa: F401
-from tests.helpers.random_loops import differences, loop_of
+from tests.helpers.random_loops import changes_by_interruption, differences, loop_of
 from tests.helpers.simulation.random_training import RandomTraining
 from tests.helpers.simulation.seeds import one_core
 
@@ -43,6 +43,30 @@ def test_some_random_loops(first: int, in_float64: None, tmp_path: Path) -> None
 @pytest.mark.parametrize("first", range(1000, 3000, 100))
 def test_many_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
     check(first, 100, tmp_path)
+
+
+def check_interrupted(first: int, num_seeds: int, folder: Path) -> None:
+    """What a policy holds back of gradients goes on with the training."""
+    for seed in range(first, first + num_seeds):
+        loop = loop_of(seed).by_num_workers(seed)
+        assert changes_by_interruption(seed, folder / str(seed)) == [], f"seed {seed}: {loop}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_interrupted_loop(seed: int, in_float64: None, tmp_path: Path) -> None:
+    check_interrupted(seed, 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 140, 20))
+def test_some_interrupted_loops(first: int, in_float64: None, tmp_path: Path) -> None:
+    check_interrupted(first, 20, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1000, 3000, 100))
+def test_many_interrupted_loops(first: int, in_float64: None, tmp_path: Path) -> None:
+    check_interrupted(first, 100, tmp_path)
 
 
 def check_elastic(first: int, num_seeds: int) -> None:
