@@ -72,11 +72,8 @@ def check_pipeline(
     """Refuses more stages than blocks, and fewer micro-batches than workers along `pipeline`."""
     if mesh.pipeline == 1:
         return
-    stages = PipelineSpec(
-        transformer=blocks,
-        num_workers=mesh.pipeline,
-        stages_per_worker=known.stages_per_worker or 1,
-    )
+    stages_per_worker = known.stages_per_worker or 1
+    stages = PipelineSpec(transformer=blocks, mesh=mesh, stages_per_worker=stages_per_worker)
     if micro_batch is not None:
         copy_samples = micro_batch if global_batch is None else ceil(global_batch / mesh.data)
         stages.check_micro_batches(ceil(copy_samples / micro_batch))

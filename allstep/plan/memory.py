@@ -39,6 +39,7 @@ most.
 
 from dataclasses import dataclass
 
+from allstep.plan.mesh import MeshSpec
 from allstep.plan.pipeline import PipelineSpec
 from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import Workload
@@ -75,26 +76,22 @@ class Memory:
 def memory_of(
     micro: Workload,
     transformer: TransformerSpec,
-    tensor: int = 1,
+    mesh: MeshSpec,
     states_per_param: float = 2,
     *,
-    pipeline: int = 1,
     stages_per_worker: int = 1,
     num_micro_batches: int = 1,
-    shard: int = 1,
 ) -> Memory:
     """What a worker of a copy needs; of a pipeline the one that needs most.
 
     Args:
         micro: an undivided micro-batch's step.
         transformer: which is divided.
-        tensor: workers that share each layer.
+        mesh: over how many workers, and over how many FSDP2 shards what each of them has.
         states_per_param: of the optimizer, each as large as the parameters: 2 of AdamW, 1 of SGD
             with momentum.
-        pipeline: workers that have some of the blocks each.
         stages_per_worker: of the pipeline; above 1 its schedule is the interleaved one.
         num_micro_batches: of a copy in a step.
-        shard: workers over which FSDP2 shards what each of them has.
 
     Returns:
         Its bytes.
@@ -104,41 +101,37 @@ def memory_of(
 
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
-    >>> [f"{memory_of(micro, small, tensor).total / 1e6:.1f} MB" for tensor in (1, 2)]
-    ['81.4 MB', '39.0 MB']
-    >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
+    >>> for mesh in (MeshSpec(), MeshSpec(tensor=2), MeshSpec(data=4, shard=4)):
+    ...     print(f"{memory_of(micro, small, mesh).total / 1e6:.1f} MB")
+    81.4 MB
+    39.0 MB
+    73.5 MB
+    >>> found = memory_of(micro, small, MeshSpec(pipeline=2), num_micro_batches=4)
     >>> f"{found.total / 1e6:.1f} MB"
     '66.1 MB'
-    >>> f"{memory_of(micro, small, shard=4).total / 1e6:.1f} MB"
-    '73.5 MB'
     """
     stages = PipelineSpec(
         transformer=transformer,
-        num_workers=pipeline,
-        stages_per_worker=stages_per_worker if pipeline > 1 else 1,
+        mesh=mesh,
+        stages_per_worker=stages_per_worker if mesh.pipeline > 1 else 1,
     )
-    found = memory_of_workers(micro, stages, tensor, states_per_param, num_micro_batches, shard)
+    found = memory_of_workers(micro, stages, states_per_param, num_micro_batches)
     return max(found, key=lambda memory: memory.total)
 
 
 def memory_of_workers(
-    micro: Workload,
-    stages: PipelineSpec,
-    tensor: int,
-    states_per_param: float,
-    num_micro_batches: int,
-    shard: int = 1,
+    micro: Workload, stages: PipelineSpec, states_per_param: float, num_micro_batches: int
 ) -> list[Memory]:
     """What each worker of a pipeline needs; arguments as of `memory_of`."""
-    transformer = stages.transformer
+    transformer, mesh = stages.transformer, stages.mesh
     num_tokens = micro.num_samples * transformer.sequence_length
     activation_bytes = num_tokens * transformer.activation_bytes
     num_logits = transformer.vocabulary_params(micro.num_params) / transformer.width
     found = []
-    for worker, num_params in enumerate(stages.local_params(micro.num_params, tensor)):
-        kept = _kept_of_token(stages, worker, tensor, num_logits)
+    for worker, num_params in enumerate(stages.local_params(micro.num_params)):
+        kept = _kept_of_token(stages, worker, num_logits)
         in_flight = stages.in_flight(worker, num_micro_batches)
-        is_first, is_last = worker == 0, worker == stages.num_workers - 1
+        is_first, is_last = worker == 0, worker == mesh.pipeline - 1
         num_received = num_micro_batches * (2 * stages.stages_per_worker - is_first - is_last)
         num_bytes = num_params * micro.element_bytes
         numbers = in_flight * kept + num_received * transformer.width
@@ -148,8 +141,9 @@ def memory_of_workers(
             optimizer=round(states_per_param * num_bytes),
             activations=round(activation_bytes * numbers),
         )
-        block = transformer.block_params(tensor) * micro.element_bytes
+        block = transformer.block_params(mesh.tensor) * micro.element_bytes
         rest, num_gathered = num_bytes - stages.depths[worker] * block, 1 + (is_first and is_last)
+        shard = mesh.shard
         found.append(whole if shard == 1 else _shard_of(whole, shard, block, rest, num_gathered))
     return found
 
@@ -164,20 +158,20 @@ def _shard_of(whole: Memory, shard: int, block: int, rest: int, num_gathered: in
     )
 
 
-def _kept_of_token(stages: PipelineSpec, worker: int, tensor: int, num_logits: float) -> float:
+def _kept_of_token(stages: PipelineSpec, worker: int, num_logits: float) -> float:
     """Numbers that a worker keeps of a micro-batch's token for the backward pass."""
-    width = stages.transformer.width
-    between = 1 / tensor if stages.num_workers == 1 else 1.0
+    width, p, tensor = stages.transformer.width, stages.mesh.pipeline, stages.mesh.tensor
+    between = 1 / tensor if p == 1 else 1.0
     kept = width * stages.depths[worker] * (2 + 4 * between + 12 / tensor)
     if worker == 0:
         kept += width * between
-    if worker == stages.num_workers - 1:
-        kept += width * (1 + between) + _logits_at_a_time(stages, tensor) * num_logits
+    if worker == p - 1:
+        kept += width * (1 + between) + _logits_at_a_time(stages.mesh) * num_logits
     return kept
 
 
-def _logits_at_a_time(stages: PipelineSpec, tensor: int) -> float:
+def _logits_at_a_time(mesh: MeshSpec) -> float:
     """What is there of their size at most, in the loss or when its backward pass begins."""
-    if stages.num_workers > 1:
+    if mesh.pipeline > 1:
         return 4
-    return 3 if tensor == 1 else 2 / tensor
+    return 3 if mesh.tensor == 1 else 2 / mesh.tensor

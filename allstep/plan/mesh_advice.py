@@ -106,12 +106,10 @@ def recommend_mesh(
         return memory_of(
             training.micro,
             transformer,
-            mesh.tensor,
+            mesh,
             states_per_param,
-            pipeline=mesh.pipeline,
             stages_per_worker=stages_per_worker,
             num_micro_batches=training.num_micro_batches(mesh.data),
-            shard=mesh.shard,
         )
 
     def fits(found: Memory) -> bool:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from allstep.errors import UsageError
+from allstep.plan.mesh import MeshSpec
 from allstep.plan.transformer import TransformerSpec, scaled_gradients
 from allstep.plan.workload import Workload
 
@@ -38,35 +39,35 @@ class PipelineSpec:
 
     Args:
         transformer: its blocks.
-        num_workers: p, which have them one after the other.
+        mesh: says how many workers they are divided over, p along `pipeline`.
         stages_per_worker: v; above 1 the schedule is the interleaved one.
 
     Raises:
         UsageError: if there are fewer blocks than stages.
 
     >>> blocks = TransformerSpec(depth=6, width=8, heads=2, sequence_length=8)
-    >>> PipelineSpec(transformer=blocks, num_workers=4).depths
+    >>> PipelineSpec(transformer=blocks, mesh=MeshSpec(pipeline=4)).depths
     (2, 2, 1, 1)
     """
 
     transformer: TransformerSpec
-    num_workers: int
+    mesh: MeshSpec
     stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
         depth, v = self.transformer.depth, self.stages_per_worker
-        if self.num_workers * v > depth:
+        if self.mesh.pipeline * v > depth:
             turns = f" x `stages_per_worker` (={v})" * (v > 1)
             raise UsageError(
-                f"`pipeline` (={self.num_workers}){turns} must be at most the {depth} blocks, of"
+                f"`pipeline` (={self.mesh.pipeline}){turns} must be at most the {depth} blocks, of"
                 " which each stage has one or more."
             )
 
     @property
     def depths(self) -> tuple[int, ...]:
         """Blocks of each worker."""
-        each, more = divmod(self.transformer.depth, self.num_workers)
-        return tuple(each + (worker < more) for worker in range(self.num_workers))
+        each, more = divmod(self.transformer.depth, self.mesh.pipeline)
+        return tuple(each + (worker < more) for worker in range(self.mesh.pipeline))
 
     def check_micro_batches(self, num_micro_batches: int) -> None:
         """Refuses fewer micro-batches than workers, which the schedule can't keep at work.
@@ -74,20 +75,21 @@ class PipelineSpec:
         Raises:
             UsageError: saying what would give enough.
         """
-        if num_micro_batches < self.num_workers:
+        p = self.mesh.pipeline
+        if num_micro_batches < p:
             raise UsageError(
-                f"`pipeline` (={self.num_workers}) needs {self.num_workers} micro-batches of each"
-                f" copy in a step, or more, and there are {num_micro_batches}: give a larger"
-                " `global_batch` or a smaller `micro_batch`, or fewer workers along `pipeline`."
+                f"`pipeline` (={p}) needs {p} micro-batches of each copy in a step, or more, and"
+                f" there are {num_micro_batches}: give a larger `global_batch` or a smaller"
+                " `micro_batch`, or fewer workers along `pipeline`."
             )
 
-    def local_params(self, num_params: int, tensor: int) -> list[int]:
+    def local_params(self, num_params: int) -> list[int]:
         """Parameters of each worker; the first and the last have those outside of the blocks."""
-        blocks = self.transformer
-        if self.num_workers == 1:
+        blocks, p, tensor = self.transformer, self.mesh.pipeline, self.mesh.tensor
+        if p == 1:
             return [blocks.local_params(num_params, tensor)]
         outside, of_block = blocks.outside_params(num_params), blocks.block_params(tensor)
-        ends = (0, self.num_workers - 1)
+        ends = (0, p - 1)
         return [of_block * d + outside * (i in ends) for i, d in enumerate(self.depths)]
 
     def in_flight(self, worker: int, num_micro_batches: int) -> float:
@@ -96,12 +98,13 @@ class PipelineSpec:
         p - i, and of interleaved stages (2 (p - 1 - i) + (v - 1) p + 1) / v.
 
         >>> blocks = TransformerSpec(depth=8, width=8, heads=2, sequence_length=8)
-        >>> PipelineSpec(transformer=blocks, num_workers=4).in_flight(0, 16)
+        >>> four = MeshSpec(pipeline=4)
+        >>> PipelineSpec(transformer=blocks, mesh=four).in_flight(0, 16)
         4.0
-        >>> PipelineSpec(transformer=blocks, num_workers=4, stages_per_worker=2).in_flight(0, 16)
+        >>> PipelineSpec(transformer=blocks, mesh=four, stages_per_worker=2).in_flight(0, 16)
         5.5
         """
-        p, v = self.num_workers, self.stages_per_worker
+        p, v = self.mesh.pipeline, self.stages_per_worker
         turns = p - worker if v == 1 else 2 * (p - 1 - worker) + (v - 1) * p + 1
         return min(v * num_micro_batches, turns) / v
 
@@ -110,10 +113,8 @@ class PipelineSpec:
         micro: Workload,
         num_micro_batches: int,
         *,
-        tensor: int = 1,
         all_reduce_s: float = 0.0,
         message_s: float = 0.0,
-        shard: int = 1,
         sharded_waits: Callable[[int], tuple[float, float]] = lambda num_params: (0.0, 0.0),
     ) -> "CopyStep":
         """A step of all workers of a copy, as the first one of them sees it.
@@ -121,10 +122,9 @@ class PipelineSpec:
         Args:
             micro: an undivided micro-batch's step.
             num_micro_batches: of the copy in a step.
-            tensor: workers that share each layer.
-            all_reduce_s: seconds of the sum of a micro-batch's activations over them.
+            all_reduce_s: seconds of the sum of a micro-batch's activations over the workers that
+                share each layer.
             message_s: seconds of a micro-batch's activations between neighbours.
-            shard: workers over which FSDP2 shards the stages.
             sharded_waits: a worker's parameters -> seconds for which it then waits in a
                 micro-batch, forward and backward. [Note: sharded step]
 
@@ -136,19 +136,19 @@ class PipelineSpec:
 
         >>> blocks = TransformerSpec(depth=4, width=4, heads=2, sequence_length=8)
         >>> whole = Workload(num_params=4 * (12 * 16 + 13 * 4), forward_s=1.0, backward_s=2.0)
-        >>> found = PipelineSpec(transformer=blocks, num_workers=4).step(whole, 5)
+        >>> found = PipelineSpec(transformer=blocks, mesh=MeshSpec(pipeline=4)).step(whole, 5)
         >>> found.workload.compute_s, found.bubble_s  # 3 / (5 + 3) of it
         (6.0, 2.25)
         """
         self.check_micro_batches(num_micro_batches)
-        forward_s = self._stages_s(micro.forward_s, micro.num_params, tensor, all_reduce_s)
-        backward_s = self._stages_s(micro.backward_s, micro.num_params, tensor, all_reduce_s)
-        local_params = self.local_params(micro.num_params, tensor)
+        forward_s = self._stages_s(micro.forward_s, micro.num_params, all_reduce_s)
+        backward_s = self._stages_s(micro.backward_s, micro.num_params, all_reduce_s)
+        local_params = self.local_params(micro.num_params)
         sharding_s = [sharded_waits(num_params) for num_params in local_params]
         forward_s = [s + wait_s for s, (wait_s, _) in zip(forward_s, sharding_s, strict=True)]
         backward_s = [s + wait_s for s, (_, wait_s) in zip(backward_s, sharding_s, strict=True)]
         stages_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-        p, v, m = self.num_workers, self.stages_per_worker, num_micro_batches
+        p, v, m = self.mesh.pipeline, self.stages_per_worker, num_micro_batches
         messages_s = 2 * message_s * (1 - 1 / (v * p))  # of a turn
         turns_s = [stage_s / v + messages_s for stage_s in stages_s]
         busy_s = v * m * max(turns_s)
@@ -164,7 +164,7 @@ class PipelineSpec:
                 forward_s=busy_s + bubble_s - last_s,
                 backward_s=last_s,
                 ready=((0.0, 1.0), (1.0, 1.0)),
-                optimizer_s=micro.optimizer_s * num_params / micro.num_params / shard,
+                optimizer_s=micro.optimizer_s * num_params / micro.num_params / self.mesh.shard,
                 num_samples=m * micro.num_samples,
                 gradients=scaled_gradients(micro.gradients, num_params),
             ),
@@ -173,12 +173,10 @@ class PipelineSpec:
             sharding_s=m * sum(sharding_s[busiest]),
         )
 
-    def _stages_s(
-        self, whole_s: float, num_params: int, tensor: int, all_reduce_s: float
-    ) -> list[float]:
+    def _stages_s(self, whole_s: float, num_params: int, all_reduce_s: float) -> list[float]:
         """Seconds of each worker of a pass that takes `whole_s` undivided."""
         divided = self.transformer.block_share(num_params)
-        block_s = whole_s * divided / tensor / self.transformer.depth
+        block_s = whole_s * divided / self.mesh.tensor / self.transformer.depth
         seconds = [
             depth * block_s + self._waits_s(worker, all_reduce_s)
             for worker, depth in enumerate(self.depths)

@@ -253,16 +253,12 @@ def _copy_step(
             activations_s=2 * num_micro_batches * transformer.waits_s(all_reduce_s),
             sharding_s=num_micro_batches * wait_s,
         )
-    stages = PipelineSpec(
-        transformer=transformer, num_workers=mesh.pipeline, stages_per_worker=stages_per_worker
-    )
+    stages = PipelineSpec(transformer=transformer, mesh=mesh, stages_per_worker=stages_per_worker)
     return stages.step(
         micro,
         num_micro_batches,
-        tensor=mesh.tensor,
         all_reduce_s=all_reduce_s,
         message_s=mesh.stage_link(cluster).seconds(num_activations * element_bytes),
-        shard=mesh.shard,
         sharded_waits=lambda num_params: sharded_waits(micro, num_params, cluster, mesh),
     )
 

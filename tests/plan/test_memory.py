@@ -13,7 +13,7 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import Pipeline, tensor_parallel
-from allstep.plan import MeshSpec, PipelineSpec, TransformerSpec, Workload, memory_of
+from allstep.plan import MeshSpec, PipelineSpec, TransformerSpec, Workload
 from allstep.plan.memory import memory_of_workers
 from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import Transformer, TransformerConfig, TransformerStage
@@ -99,10 +99,8 @@ def measured(comm: Communicator, spec: MeshSpec) -> int:
 
 def predicted(spec: MeshSpec) -> list[int]:
     """Of each worker."""
-    if spec.pipeline == 1:
-        return [memory_of(MICRO, SPEC, spec.tensor, shard=spec.shard).total] * spec.num_workers
-    stages = PipelineSpec(transformer=SPEC, num_workers=spec.pipeline)
-    found = memory_of_workers(MICRO, stages, spec.tensor, 2, num_micro_batches(spec), spec.shard)
+    stages = PipelineSpec(transformer=SPEC, mesh=spec)
+    found = memory_of_workers(MICRO, stages, 2, num_micro_batches(spec))
     return [memory.total for memory in found for _ in range(spec.tensor)] * spec.data
 
 

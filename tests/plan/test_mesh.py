@@ -213,7 +213,7 @@ def count_divided_stages(comm: Communicator) -> list[int]:
 def check_memory(tensor: int, num_local: int, num_kept: int) -> None:
     num_params = sum(p.numel() for p in small_transformer().parameters())
     micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=BATCH)
-    found = memory_of(micro, SMALL, tensor)
+    found = memory_of(micro, SMALL, MeshSpec(tensor=tensor))
     assert (found.parameters, found.gradients, found.optimizer) == (
         4 * num_local,
         4 * num_local,
@@ -245,7 +245,8 @@ def test_memory_is_what_a_divided_transformer_keeps() -> None:
 def test_parameters_are_those_of_divided_stages() -> None:
     """But for the last norm and the positions, which are counted on the first and the last."""
     num_params = sum(p.numel() for p in small_transformer().parameters())
-    counted = PipelineSpec(transformer=SMALL, num_workers=3).local_params(num_params, 2)
+    mesh = MeshSpec(pipeline=3, tensor=2)
+    counted = PipelineSpec(transformer=SMALL, mesh=mesh).local_params(num_params)
     uncounted = [2 * 16, 0, 12 * 16]
     for found in run_processes(2, count_divided_stages):
         assert [own + more for own, more in zip(found, uncounted, strict=True)] == counted
@@ -253,14 +254,15 @@ def test_parameters_are_those_of_divided_stages() -> None:
 
 def test_memory_by_hand() -> None:
     """A worker of four: 16 bytes a parameter, 4 x (1024 x (24 x 6 + 1.5) + 2 v / 4) a token."""
-    found = memory_of(MICRO, BLOCKS, 4)
+    four = MeshSpec(tensor=4)
+    found = memory_of(MICRO, BLOCKS, four)
     num_params = 24 * ((12 * 1024**2 + 7 * 1024) // 4 + 6 * 1024)
     num_params += (TOKENS // 4 + 512 + 2) * 1024
     assert found.parameters == found.gradients == 4 * num_params
     assert found.optimizer == 8 * num_params
     assert found.activations == 8 * 512 * 4 * (1024 * (24 * 6 + 1.5) + 2 * 8_000)
-    assert memory_of(MICRO, BLOCKS, 4, states_per_param=1).optimizer == 4 * num_params
-    halved = memory_of(MICRO, replace(BLOCKS, activation_bytes=2), 4)
+    assert memory_of(MICRO, BLOCKS, four, states_per_param=1).optimizer == 4 * num_params
+    halved = memory_of(MICRO, replace(BLOCKS, activation_bytes=2), four)
     assert 2 * halved.activations == found.activations
 
 
@@ -303,7 +305,7 @@ def test_one_worker_is_kept_where_it_is_faster_and_fits() -> None:
     slow = Link(bandwidth_bps=50e6, latency_s=1e-3)
     machines = cluster(8, 1, slow, slow)
     assert advise(machines).sentence.startswith("stay on one worker, on which the model fits: ")
-    needs = memory_of(MICRO, BLOCKS, 1).total_gib
+    needs = memory_of(MICRO, BLOCKS, MeshSpec()).total_gib
     forced = advise(machines, memory_gib=0.99 * needs)
     assert forced.choice is not None
     assert "one worker, " in forced.sentence
@@ -325,7 +327,7 @@ def test_other_dimensions_are_refused() -> None:
     with pytest.raises(UsageError, match=r"`mesh` \(=16\) exceeds the 8"):
         on(MeshSpec(data=8, tensor=2), cluster(8))
     with pytest.raises(UsageError, match=r"`params` \(=1,000\) are fewer than the 302,"):
-        memory_of(replace(MICRO, num_params=1000), BLOCKS)
+        memory_of(replace(MICRO, num_params=1000), BLOCKS, MeshSpec())
     with pytest.raises(UsageError, match=r"`tensor` \(=0\) must be at least 1"):
         MeshSpec(data=2, tensor=0)
     with pytest.raises(UsageError, match=r"`width` \(=10\) must be a multiple of `heads`"):
