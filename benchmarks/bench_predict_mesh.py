@@ -88,7 +88,7 @@ def row_of(wall: tuple[Any, ...], cpu: tuple[Any, ...]) -> dict[str, Any]:
     """What (prediction, naive prediction, measured) say by either clock."""
     p, naive, measured = wall
     busy, _, on_core = cpu
-    compute_s = busy.report.compute_s - busy.activations_s
+    compute_s = busy.report.compute_s - busy.copy.activations_s
     return {
         "predicted_s": p.report.step_s,
         "waiting_share": p.waiting_share,

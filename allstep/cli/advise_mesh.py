@@ -228,9 +228,9 @@ def _plain_option(option: MeshOption) -> dict[str, Any]:
     return {
         **plain_data(p),
         **asdict(p.mesh),
-        "activations_s": p.activations_s,
-        "bubble_s": p.bubble_s,
-        "sharding_s": p.sharding_s,
+        "activations_s": p.copy.activations_s,
+        "bubble_s": p.copy.bubble_s,
+        "sharding_s": p.copy.sharding_s,
         "waiting_share": p.waiting_share,
         "memory_bytes": {**asdict(option.memory), "total": option.memory.total},
     }

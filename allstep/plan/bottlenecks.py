@@ -85,8 +85,7 @@ def _slower_compute(prediction: Prediction) -> Bottleneck:
     """Workers that share cores are slower than a single one, and each makes the whole update."""
     num_busy = prediction.num_workers * (1 - prediction.idle_share)
     lone_s = prediction.global_batch / prediction.single_worker_samples_per_s
-    waits_s = prediction.activations_s + prediction.bubble_s + prediction.sharding_s
-    factor = num_busy * (prediction.report.compute_s - waits_s) / lone_s
+    factor = num_busy * (prediction.report.compute_s - prediction.copy.waits_s) / lone_s
     reason = f"together they compute {factor:.1f}x as long as one worker for the same samples"
     mesh = prediction.mesh
     if mesh.pipeline > 1:
@@ -107,8 +106,8 @@ def _slower_compute(prediction: Prediction) -> Bottleneck:
 
 def _activations(prediction: Prediction) -> Bottleneck:
     """Workers of a copy wait for each other after each half of a block, and between stages."""
-    report, waits_s = prediction.report, prediction.activations_s
-    busy_s = report.compute_s - prediction.bubble_s - prediction.sharding_s
+    report, copy = prediction.report, prediction.copy
+    waits_s, busy_s = copy.activations_s, report.compute_s - copy.bubble_s - copy.sharding_s
     return Bottleneck(
         busy_s / (busy_s - waits_s),
         f"workers of a copy wait for each other's activations in {waits_s / report.step_s:.0%} of"
@@ -119,7 +118,7 @@ def _activations(prediction: Prediction) -> Bottleneck:
 
 def _bubble(prediction: Prediction) -> Bottleneck:
     """A pipeline fills and empties once a step."""
-    report, bubble_s = prediction.report, prediction.bubble_s
+    report, bubble_s = prediction.report, prediction.copy.bubble_s
     return Bottleneck(
         report.compute_s / (report.compute_s - bubble_s),
         f"the pipeline fills and empties in {bubble_s / report.step_s:.0%} of a step",
@@ -129,7 +128,7 @@ def _bubble(prediction: Prediction) -> Bottleneck:
 
 def _sharding(prediction: Prediction) -> Bottleneck:
     """Parameters are gathered and gradients summed in each micro-batch."""
-    report, waits_s = prediction.report, prediction.sharding_s
+    report, waits_s = prediction.report, prediction.copy.sharding_s
     return Bottleneck(
         report.compute_s / (report.compute_s - waits_s),
         f"workers wait for sharded parameters and gradients in {waits_s / report.step_s:.0%} of a"

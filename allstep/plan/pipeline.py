@@ -204,3 +204,8 @@ class CopyStep:
     activations_s: float = 0.0
     bubble_s: float = 0.0
     sharding_s: float = 0.0
+
+    @property
+    def waits_s(self) -> float:
+        """All of these seconds."""
+        return self.activations_s + self.bubble_s + self.sharding_s

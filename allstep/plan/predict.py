@@ -35,12 +35,8 @@ class Prediction:
         single_worker_batch: samples of a step of one worker.
         single_worker_samples_per_s: what it reaches.
         total_samples: samples of the whole training; None if its length isn't known.
-        activations_s: seconds of a step in which workers of a copy wait for each other's
-            activations; counted as compute in the report.
-        bubble_s: seconds of a step in which a pipeline has nothing to do for the busiest of its
-            workers; counted as compute, too.
-        sharding_s: seconds of a step in which workers wait for parameters and gradients that FSDP2
-            has sharded; counted as compute, too.
+        copy: what workers of a copy do in a step, and for what they wait; all of it is counted as
+            compute in the report.
     """
 
     policy: PolicySpec
@@ -50,10 +46,8 @@ class Prediction:
     report: StepReport
     single_worker_batch: int
     single_worker_samples_per_s: float
-    total_samples: int | None = None
-    activations_s: float = 0.0
-    bubble_s: float = 0.0
-    sharding_s: float = 0.0
+    total_samples: int | None
+    copy: CopyStep
 
     @property
     def num_workers(self) -> int:
@@ -63,8 +57,8 @@ class Prediction:
     @property
     def waiting_share(self) -> float:
         """Share of a step spent waiting: for others' numbers, in the bubble and for stragglers."""
-        report, in_copy_s = self.report, self.activations_s + self.bubble_s + self.sharding_s
-        return (in_copy_s + report.exposed_s + report.straggler_s) / report.step_s
+        report = self.report
+        return (self.copy.waits_s + report.exposed_s + report.straggler_s) / report.step_s
 
     @property
     def samples_per_s(self) -> float:
@@ -174,9 +168,7 @@ def _predict_step(
         single_worker_batch=training.batch(1),
         single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
         total_samples=training.total_samples,
-        activations_s=step.activations_s,
-        bubble_s=step.bubble_s,
-        sharding_s=step.sharding_s,
+        copy=step,
     )
 
 

@@ -155,8 +155,8 @@ def test_mesh_of_all_three_axes_by_hand() -> None:
     stage_s = 0.9 / 4 + 4 * 12 * sum_s
     slot_s = stage_s + 2 * message_s / 2
     assert found.report.compute_s == pytest.approx((m + 1) * slot_s, rel=1e-9)
-    assert found.bubble_s == pytest.approx(slot_s, rel=1e-9)
-    assert found.activations_s == pytest.approx(m * (4 * 12 * sum_s + message_s), rel=1e-9)
+    assert found.copy.bubble_s == pytest.approx(slot_s, rel=1e-9)
+    assert found.copy.activations_s == pytest.approx(m * (4 * 12 * sum_s + message_s), rel=1e-9)
     local = 12 * ((12 * 1024**2 + 7 * 1024) // 2 + 6 * 1024)
     assert found.report.exposed_s == pytest.approx(2e-3 + 8 * 4 * local / 80e9, rel=1e-6)
     assert found.report.step_s == pytest.approx(found.report.compute_s + found.report.exposed_s)

@@ -16,7 +16,7 @@ def test_states_are_shared_and_compute_is_not_over_an_instant_link() -> None:
     whole, sharded = (on(MeshSpec(data=8, shard=s), cluster()) for s in (1, 8))
     assert sharded.report.step_s == pytest.approx(0.9 + 0.02 / 8, rel=1e-12)
     assert whole.report.step_s == pytest.approx(0.92, rel=1e-12)
-    assert sharded.sharding_s == pytest.approx(0, abs=1e-12)
+    assert sharded.copy.sharding_s == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("global_batch", [None, 256])
@@ -43,7 +43,7 @@ def test_step_of_which_the_wire_takes_most(
         product *= bottleneck.factor
     assert product == pytest.approx(found.num_workers / found.speed_up, rel=1e-9)
     assert found.waiting_share == pytest.approx(
-        (found.sharding_s + found.activations_s) / found.report.step_s, rel=1e-9
+        (found.copy.sharding_s + found.copy.activations_s) / found.report.step_s, rel=1e-9
     )
 
 
@@ -51,7 +51,7 @@ def test_compute_is_slower_beside_what_is_gathered() -> None:
     machines = replace(cluster(8, 1, Link(bandwidth_bps=400e9)), compute_slowdown=0.1)
     found = on(MeshSpec(data=8, shard=8), machines)
     gather_s = 4 * MICRO.num_params * 7 / 8 / 50e9
-    assert found.sharding_s == pytest.approx(gather_s * (3 * 0.1 + 2 / 25), rel=1e-6)
+    assert found.copy.sharding_s == pytest.approx(gather_s * (3 * 0.1 + 2 / 25), rel=1e-6)
 
 
 def test_sharded_memory_by_hand() -> None:
@@ -92,7 +92,7 @@ def test_step_of_sharded_stages(bandwidth_bps: float) -> None:
     optimizer_s = 0.02 * num_params / MICRO.num_params / 2
     expected_s = sum(turns_s) + 4 * max(turns_s) + optimizer_s
     assert found.report.step_s == pytest.approx(expected_s, rel=1e-6)
-    assert found.sharding_s == pytest.approx(5 * 3 * gather_s, rel=1e-6, abs=1e-12)
+    assert found.copy.sharding_s == pytest.approx(5 * 3 * gather_s, rel=1e-6, abs=1e-12)
 
 
 def test_memory_of_sharded_stages_by_hand() -> None:
