@@ -14,7 +14,7 @@ from allstep.cli.advise_mesh import (
     MeshAnswer,
     check_mesh_flags,
     plain_mesh,
-    read_question,
+    read_meshes,
     show_mesh,
 )
 from allstep.cli.advise_output import Advice, show
@@ -94,17 +94,20 @@ def run(
 
 def _mesh(known: Namespace, subject: Subject, name: str | None) -> int:
     """Predicts meshes, and recommends one of them."""
-    question = read_question(known, subject)
-    job = _with_length(known, subject.job(question.cluster))
+    cluster, meshes, refused = read_meshes(known, subject)
+    job = _with_length(known, subject.job(cluster))
     transformer, states_per_param = subject.model(job.micro)
     found = MeshAnswer(
-        question=question,
+        cluster=cluster,
+        meshes=meshes,
+        refused=refused,
+        stages_per_worker=known.stages_per_worker or 1,
         job=job,
         transformer=transformer,
         states_per_param=states_per_param,
         memory_gib=known.memory_gib,
         target=_target(known, job),
-        lent_speed=_lent_speed(known, name, question.cluster),
+        lent_speed=_lent_speed(known, name, cluster),
     )
     show_mesh(found, with_timeline=known.timeline)
     write_plain(known, plain_mesh(found))

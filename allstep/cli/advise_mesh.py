@@ -51,25 +51,15 @@ def check_mesh_flags(known: Namespace) -> None:
         refuse_given(known, _WITHOUT_MESH, why)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeshQuestion:
-    """The machines and the meshes that are asked about.
+def read_meshes(
+    known: Namespace, subject: Subject
+) -> tuple[Cluster, Sequence[MeshSpec], dict[MeshSpec, str]]:
+    """The machines and the meshes that flags name; mistakes show before anything is measured.
 
-    Attributes:
-        cluster: the machines.
-        meshes: the least divided first; all of as many workers.
-        refused: those of `--mesh auto` over which the model can't be divided, and why.
-        stages_per_worker: of pipelines.
+    Returns:
+        The machines; meshes of as many workers, the least divided first; those of `--mesh auto`
+        over which the model can't be divided, and why.
     """
-
-    cluster: Cluster
-    meshes: Sequence[MeshSpec]
-    refused: dict[MeshSpec, str]
-    stages_per_worker: int
-
-
-def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
-    """What the flags ask; mistakes show before anything is measured."""
     stages_per_worker = known.stages_per_worker or 1
     if known.mesh != "auto":
         mesh = MeshSpec(**parse_named_counts("mesh", known.mesh, _AXES))
@@ -82,9 +72,7 @@ def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
         subject.check_mesh(mesh)
         cluster, _ = read_machines(known, [mesh.num_workers])
         mesh.data_axis(cluster)
-        return MeshQuestion(
-            cluster=cluster, meshes=[mesh], refused={}, stages_per_worker=stages_per_worker
-        )
+        return cluster, [mesh], {}
     if known.workers is None and known.cluster is None:
         raise UsageError(
             "`workers` is missing: of how many `--mesh auto` ranks the meshes, such as"
@@ -105,9 +93,7 @@ def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
         except UsageError as error:
             refused[mesh] = str(error)
     meshes = [m for m in meshes if m.shard == 1 or replace(m, shard=1) not in refused]
-    return MeshQuestion(
-        cluster=cluster, meshes=meshes, refused=refused, stages_per_worker=stages_per_worker
-    )
+    return cluster, meshes, refused
 
 
 def _check_workers(known: Namespace, mesh: MeshSpec) -> None:
@@ -122,14 +108,18 @@ def _check_workers(known: Namespace, mesh: MeshSpec) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAnswer:
-    """What was found.
+    """What was asked and found.
 
     Attributes:
-        question, job, transformer, states_per_param, memory_gib, target: what it is about.
+        cluster, meshes, refused: as from `read_meshes`.
+        stages_per_worker, job, transformer, states_per_param, memory_gib, target: what it is about.
         lent_speed: where the cluster's file says how fast the model is, in words; else "".
     """
 
-    question: MeshQuestion
+    cluster: Cluster
+    meshes: Sequence[MeshSpec]
+    refused: dict[MeshSpec, str]
+    stages_per_worker: int
     job: TrainingSpec
     transformer: TransformerSpec
     states_per_param: float
@@ -140,25 +130,24 @@ class MeshAnswer:
     @cached_property
     def advice(self) -> MeshAdvice:
         """The predictions and what follows."""
-        asked = self.question
         return recommend_mesh(
             self.job,
             self.transformer,
-            asked.cluster,
+            self.cluster,
             _POLICY,
-            asked.meshes,
-            stages_per_worker=asked.stages_per_worker,
+            self.meshes,
+            stages_per_worker=self.stages_per_worker,
             states_per_param=self.states_per_param,
             memory_gib=self.memory_gib,
             target=self.target,
-            refused=asked.refused,
+            refused=self.refused,
         )
 
 
 def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
     """Prints a row for each mesh, what drops out, and what to do."""
     console = make_console()
-    words = assumptions(found.question.cluster, found.job, found.lent_speed, "copy")
+    words = assumptions(found.cluster, found.job, found.lent_speed, "copy")
     console.print(words, style="dim", markup=False)
     console.print(_table(found))
     for mesh, reason in found.advice.left_out.items():
@@ -174,7 +163,7 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
         axes = replace(mesh, shard=1)
         code = f"comm.mesh({str(axes).replace(',', ', ')}) and {_POLICY.in_code}"
         if mesh.pipeline > 1:
-            schedule = "1f1b" if found.question.stages_per_worker == 1 else "interleaved"
+            schedule = "1f1b" if found.stages_per_worker == 1 else "interleaved"
             code = f'allstep.nn.Pipeline(..., schedule="{schedule}"), {code}'
         if mesh.shard > 1:
             what = " of each stage" if mesh.pipeline > 1 else ""
@@ -213,9 +202,9 @@ def plain_mesh(found: MeshAnswer) -> dict[str, Any]:
         "total_samples": found.job.total_samples,
         "noise_scale": None if found.target is None else found.target.critical_batch,
         "transformer": asdict(found.transformer),
-        "stages_per_worker": found.question.stages_per_worker,
+        "stages_per_worker": found.stages_per_worker,
         "states_per_param": found.states_per_param,
-        "cluster": asdict(found.question.cluster),
+        "cluster": asdict(found.cluster),
         "predictions": [_plain_option(option) for option in advice.options],
         "left_out": {str(mesh): reason for mesh, reason in advice.left_out.items()},
         "recommended": None if advice.choice is None else _plain_option(advice.choice),
