@@ -92,7 +92,7 @@ def read_meshes(
             subject.check_mesh(mesh)
         except UsageError as error:
             refused[mesh] = str(error)
-    meshes = [m for m in meshes if m.shard == 1 or replace(m, shard=1) not in refused]
+    meshes = [mesh for mesh in meshes if replace(mesh, shard=1) not in refused]
     return cluster, meshes, refused
 
 
@@ -130,7 +130,7 @@ class MeshAnswer:
     @cached_property
     def advice(self) -> MeshAdvice:
         """The predictions and what follows."""
-        return recommend_mesh(
+        found = recommend_mesh(
             self.job,
             self.transformer,
             self.cluster,
@@ -140,8 +140,8 @@ class MeshAnswer:
             states_per_param=self.states_per_param,
             memory_gib=self.memory_gib,
             target=self.target,
-            refused=self.refused,
         )
+        return replace(found, left_out={**self.refused, **found.left_out})
 
 
 def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:

@@ -65,7 +65,6 @@ def recommend_mesh(
     states_per_param: float = 2,
     memory_gib: float | None = None,
     target: Target | None = None,
-    refused: dict[MeshSpec, str] | None = None,
 ) -> MeshAdvice:
     """Chooses among meshes. See [Note: which mesh].
 
@@ -79,7 +78,6 @@ def recommend_mesh(
         states_per_param: of the optimizer; see `memory_of`.
         memory_gib: that a worker has; None if that doesn't count.
         target: with it, time to the target counts, and not samples per second.
-        refused: meshes that drop out for other reasons.
 
     Returns:
         The fastest mesh that fits, and why others drop out.
@@ -100,7 +98,7 @@ def recommend_mesh(
     if memory_gib is not None:
         check_positive("memory_gib", memory_gib, "32 is 32 GiB a worker")
     transformer.outside_params(training.micro.num_params)
-    left_out, options = dict(refused or {}), []
+    left_out, options = {}, []
 
     def memory(mesh: MeshSpec) -> Memory:
         return memory_of(
@@ -116,8 +114,6 @@ def recommend_mesh(
         return memory_gib is None or found.total_gib <= memory_gib
 
     for mesh in meshes:
-        if mesh in left_out:
-            continue
         try:
             prediction = predict_mesh(
                 training, transformer, cluster, policy, mesh, stages_per_worker=stages_per_worker

@@ -332,6 +332,3 @@ def test_other_dimensions_are_refused() -> None:
         MeshSpec(data=2, tensor=0)
     with pytest.raises(UsageError, match=r"`width` \(=10\) must be a multiple of `heads`"):
         TransformerSpec(depth=1, width=10, heads=4, sequence_length=8)
-    found = advise(cluster(8), refused={MeshSpec(data=4, tensor=2): "of two"})
-    assert found.left_out == {MeshSpec(data=4, tensor=2): "of two"}
-    assert MeshSpec(data=4, tensor=2) not in {o.prediction.mesh for o in found.options}
