@@ -46,7 +46,7 @@ def compare(monkeypatch, thread_generators):  # noqa: F811
 @pytest.mark.parametrize(("size", "copies"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_verify_compares_experts_of_all_workers(compare, size, copies):
     record, found = compare(size, False, copies)
-    assert found == Diagnosis(size, None, [], is_explained=True)
+    assert found == Diagnosis(None, [], is_explained=True)
     for step in record.first.steps:
         numbers = {int(name.split(".")[2]) for name in step.gradients if "experts" in name}
         assert numbers == {0, 1, 2, 3}

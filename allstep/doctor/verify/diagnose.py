@@ -47,7 +47,6 @@ class Diagnosis:
     """What came of comparing a run with the first one.
 
     Attributes:
-        size: workers of the run.
         divergence: where they first differ, or None.
         causes: the likely ones; none of a model that is the same, or if no cause fits.
         is_explained: whether the causes account for the divergence.
@@ -56,7 +55,6 @@ class Diagnosis:
             of the runs without.
     """
 
-    size: int
     divergence: Divergence | None
     causes: list[Cause]
     is_explained: bool
@@ -106,7 +104,7 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
             base = [factor]
             causes = _signatures(*again, find_divergence(*again))
             if _explains(divergence, causes):
-                return Diagnosis(other.size, divergence, causes, True, nonfinite_at)
+                return Diagnosis(divergence, causes, True, nonfinite_at)
     return replace(_diagnose(one, other, rerun, base), nonfinite_at=nonfinite_at)
 
 
@@ -175,7 +173,7 @@ def _diagnose(one: RunRecord, other: RunRecord, rerun: Rerun, base: Sequence[Fac
         found = _causes_of_gradient(one, other, divergence.step, rerun, base)
         is_explained = bool(found)
         causes += found
-    return Diagnosis(other.size, divergence, causes, is_explained)
+    return Diagnosis(divergence, causes, is_explained)
 
 
 def _causes_of_gradient(
