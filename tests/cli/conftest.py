@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return message
 
     return run
+
+
+@pytest.fixture
+def refuse_advice(refused: Callable[..., str]) -> Callable[..., str]:
+    return partial(refused, "advise")

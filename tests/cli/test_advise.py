@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,6 @@ def say(capsys):
         return found.out
 
     return run
-
-
-@pytest.fixture
-def refuse(refused):
-    return partial(refused, "advise")
 
 
 def advice_of(text: str) -> str:
@@ -272,28 +266,28 @@ def test_a_cluster_file(say, tmp_path):
     assert header.split()[1:4] == ["1", "2", "4"]
 
 
-def test_measurements_are_a_cluster(say, refuse, tmp_path):
+def test_measurements_are_a_cluster(say, refuse_advice, tmp_path):
     measure(Communicator.single_process(), ()).write(tmp_path / "here.json")
     text = say("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
     assert "measured here: " in text
     for other in ("{}", "[]", '{"cluster": 3}'):
         (tmp_path / "here.json").write_text(other)
-        message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
+        message = refuse_advice("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
         assert "`cluster` (=here.json) holds no measurements: it is no file of" in message
-    assert "`cluster` (=no.json) can't be read" in refuse(*BARE[:4], "--cluster", "no.json")
+    assert "`cluster` (=no.json) can't be read" in refuse_advice(*BARE[:4], "--cluster", "no.json")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("copy_bytes_per_s", "fast"), ("burst_s", None), ("gradient_s", [1]), ("num_nodes", None)],
 )
-def test_measurements_that_are_no_numbers_are_named(refuse, tmp_path, field, value):
+def test_measurements_that_are_no_numbers_are_named(refuse_advice, tmp_path, field, value):
     measure(Communicator.single_process(), ()).write(tmp_path / "here.json")
     table = json.loads((tmp_path / "here.json").read_text())
     (tmp_path / "here.json").write_text(
         json.dumps(table | {"cluster": table["cluster"] | {field: value}})
     )
-    message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
+    message = refuse_advice("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
     assert (
         f"`cluster` (=here.json) holds no measurements: `{field}` (={value!r}) must be" in message
     )
@@ -364,13 +358,13 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
         ),
     ],
 )
-def test_bad_input_is_one_clear_message(refuse, arguments, message):
-    assert message in refuse(*arguments)
+def test_bad_input_is_one_clear_message(refuse_advice, arguments, message):
+    assert message in refuse_advice(*arguments)
 
 
-def test_without_anything_it_says_what_it_needs(refuse):
-    assert "`link` is missing" in refuse()
-    assert "`params` is missing" in refuse("--link", "10gbit")
+def test_without_anything_it_says_what_it_needs(refuse_advice):
+    assert "`link` is missing" in refuse_advice()
+    assert "`params` is missing" in refuse_advice("--link", "10gbit")
 
 
 def test_a_recipe_is_measured(say):
@@ -405,8 +399,8 @@ def test_columns_set_the_width_in_a_pipe(say, monkeypatch):
         ),
     ],
 )
-def test_a_recipes_flags_are_checked(refuse, flags, message):
-    assert message in refuse("digits", "--link", "1gbit", *flags)
+def test_a_recipes_flags_are_checked(refuse_advice, flags, message):
+    assert message in refuse_advice("digits", "--link", "1gbit", *flags)
 
 
 def test_a_recipe_has_its_own_dtype(say):
@@ -420,19 +414,19 @@ def test_a_recipe_has_its_own_dtype(say):
     assert found["bfloat16"] == found["float32"]  # autocast: the parameters have 32 bits
 
 
-def test_a_recipes_own_checks_are_made(refuse):
-    message = refuse("digits", "--link", "1gbit", "--micro-batch", "7")
+def test_a_recipes_own_checks_are_made(refuse_advice):
+    message = refuse_advice("digits", "--link", "1gbit", "--micro-batch", "7")
     assert "multiple of `micro_batch`" in message
 
 
-def test_an_unknown_recipe_gets_the_nearest(refuse):
-    assert "did you mean `digits`?" in refuse("digit", "--link", "1gbit")
+def test_an_unknown_recipe_gets_the_nearest(refuse_advice):
+    assert "did you mean `digits`?" in refuse_advice("digit", "--link", "1gbit")
 
 
-def test_a_flag_that_neither_advise_nor_the_recipe_has_is_refused(refuse):
-    message = refuse("digits", "--microbatch", "8", "--link", "1gbit")
+def test_a_flag_that_neither_advise_nor_the_recipe_has_is_refused(refuse_advice):
+    message = refuse_advice("digits", "--microbatch", "8", "--link", "1gbit")
     assert "`--microbatch` is no flag of `allstep advise digits`; did you mean" in message
-    assert "`extra` is no flag of" in refuse("digits", "extra", "--link", "1gbit")
+    assert "`extra` is no flag of" in refuse_advice("digits", "extra", "--link", "1gbit")
 
 
 def test_help_of_a_recipe_shows_its_flags(capsys):
@@ -444,8 +438,8 @@ def test_help_of_a_recipe_shows_its_flags(capsys):
     assert "--precision" in text  # of the recipe
 
 
-def test_help_on_an_unknown_recipe_says_so(refuse):
-    assert "did you mean `digits`?" in refuse("digit", "--help")
+def test_help_on_an_unknown_recipe_says_so(refuse_advice):
+    assert "did you mean `digits`?" in refuse_advice("digit", "--help")
 
 
 def test_what_is_behind_two_dashes_is_the_recipes(say):
@@ -519,5 +513,5 @@ def test_a_training_that_never_ends_has_no_hours_in_json(say, tmp_path):
         (("--price-per-hour", "3", "--checkpoint-every-s", "0"), "`checkpoint_every_s` (=0"),
     ],
 )
-def test_a_price_is_refused(refuse, flags, message):
-    assert message in refuse(*BARE, *flags)
+def test_a_price_is_refused(refuse_advice, flags, message):
+    assert message in refuse_advice(*BARE, *flags)

@@ -1,7 +1,6 @@
 """What `allstep advise` writes: all numbers as JSON, and a picture; or why it can't."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,6 @@ BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", 
 
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-
-
-@pytest.fixture
-def refuse(refused):
-    return partial(refused, "advise")
 
 
 def numbers(*arguments, **stand_ins):
@@ -74,9 +68,9 @@ def test_a_picture():
     assert Path("out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_picture_without_matplotlib(refuse, monkeypatch):
+def test_a_picture_without_matplotlib(refuse_advice, monkeypatch):
     monkeypatch.setattr(output_files, "find_spec", lambda name: None)
-    message = refuse(*BARE, "--plot", "out.png")
+    message = refuse_advice(*BARE, "--plot", "out.png")
     assert "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
 
 
@@ -94,17 +88,17 @@ def test_a_picture_without_matplotlib(refuse, monkeypatch):
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    refuse, monkeypatch, flags, message
+    refuse_advice, monkeypatch, flags, message
 ):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(advise, "read_subject", None)  # so that whoever goes on fails
-    assert message in refuse(*BARE, *flags)
-    assert message in refuse("digits", "--measure", *flags)
+    assert message in refuse_advice(*BARE, *flags)
+    assert message in refuse_advice("digits", "--measure", *flags)
 
 
-def test_a_closed_folder_is_refused(refuse, monkeypatch):
+def test_a_closed_folder_is_refused(refuse_advice, monkeypatch):
     monkeypatch.setattr(output_files.os, "access", lambda path, mode: str(path) != ".")
-    message = refuse(*BARE, "--json", "out.json")
+    message = refuse_advice(*BARE, "--json", "out.json")
     assert "`json` (=out.json) can't be written: you may not write there." in message
 
 

@@ -19,11 +19,6 @@ BARE = ("--params", "1000", "--step-ms", "3")
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-@pytest.fixture
-def refuse(refused):
-    return partial(refused, "advise")
-
-
 def start_threads(num_workers, body, **arguments):
     """In a hurry, and without torch's DDP, which wants processes."""
     hurry = Effort(
@@ -103,22 +98,22 @@ def test_a_worker_that_fails_or_is_interrupted_ends_it(code):
         ((*BARE, "--stragglers", "3"), "`stragglers` (=3) describes machines"),
     ],
 )
-def test_what_cannot_be_measured_is_one_message(refuse, arguments, message):
-    assert message in refuse(*arguments, "--measure", num_local=(0, 2))
+def test_what_cannot_be_measured_is_one_message(refuse_advice, arguments, message):
+    assert message in refuse_advice(*arguments, "--measure", num_local=(0, 2))
 
 
-def test_a_price_without_a_length_is_refused_before_anything_is_measured(refuse):
+def test_a_price_without_a_length_is_refused_before_anything_is_measured(refuse_advice):
     flags = ["--price-per-hour", "3", "--measure"]
-    message = refuse(*BARE, *flags, num_local=(0, 2), start=None)
+    message = refuse_advice(*BARE, *flags, num_local=(0, 2), start=None)
     assert "`price_per_hour` (=3) says what a training costs whose length is known" in message
 
 
-def test_a_launcher_has_its_own_number_of_workers(refuse, monkeypatch):
+def test_a_launcher_has_its_own_number_of_workers(refuse_advice, monkeypatch):
     launch = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
     launch |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
-    message = refuse(*BARE, "--measure", "--workers", "4")
+    message = refuse_advice(*BARE, "--measure", "--workers", "4")
     assert "`workers` (=4) contradicts torchrun, which started 2: leave `--workers` out" in message
 
 

@@ -1,7 +1,6 @@
 """`allstep advise --mesh`: what it says, what it writes and what it refuses."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,6 @@ def say(capsys):
         return " ".join(found.out.split()), json.loads(Path("out.json").read_text())
 
     return run
-
-
-@pytest.fixture
-def refuse(refused):
-    return partial(refused, "advise")
 
 
 def test_one_mesh_is_predicted(say):
@@ -242,8 +236,8 @@ MESH = (*BARE, *BLOCKS, "--mesh")
         ),
     ],
 )
-def test_bad_input_is_one_clear_message(refuse, arguments, message):
-    assert message in refuse(*arguments)
+def test_bad_input_is_one_clear_message(refuse_advice, arguments, message):
+    assert message in refuse_advice(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -258,23 +252,23 @@ def test_bad_input_is_one_clear_message(refuse, arguments, message):
         (("--heads", "1"), "`heads` (=1) must be a multiple of `tensor_parallel` (=2)"),
     ],
 )
-def test_a_recipe_that_does_not_divide_is_refused(refuse, tmp_path, flags, message):
+def test_a_recipe_that_does_not_divide_is_refused(refuse_advice, tmp_path, flags, message):
     folder = write_topics(tmp_path / "texts", 4)
     arguments = ("text", "--folder", str(folder), "--link", "1gbit", "--mesh", "data=1,tensor=2")
-    assert message in refuse(*arguments, *flags)
+    assert message in refuse_advice(*arguments, *flags)
 
 
 @pytest.mark.parametrize("flags", [("--shard",), ("--tensor-parallel", "2"), ("--pipeline", "2")])
-def test_a_divided_recipe_without_a_mesh_is_refused(refuse, tmp_path, flags):
+def test_a_divided_recipe_without_a_mesh_is_refused(refuse_advice, tmp_path, flags):
     """Whose prediction would be of whole copies."""
     folder = write_topics(tmp_path / "texts", 4)
-    found = refuse("text", "--folder", str(folder), "--link", "1gbit", *flags)
+    found = refuse_advice("text", "--folder", str(folder), "--link", "1gbit", *flags)
     assert "divide its model, and whole copies are predicted" in found
 
 
-def test_a_recipe_whose_blocks_make_no_equal_stages_is_refused(refuse, tmp_path):
+def test_a_recipe_whose_blocks_make_no_equal_stages_is_refused(refuse_advice, tmp_path):
     folder = write_topics(tmp_path / "texts", 4)
     arguments = ("text", "--folder", str(folder), "--link", "1gbit", "--mesh", "data=1,pipeline=2")
-    found = refuse(*arguments, "--depth", "3", "--global-batch", "64")
+    found = refuse_advice(*arguments, "--depth", "3", "--global-batch", "64")
     assert "`depth` (=3) must be a multiple of `pipeline` (=2)" in found
-    assert "needs 2 micro-batches" in refuse(*arguments, "--global-batch", "16")
+    assert "needs 2 micro-batches" in refuse_advice(*arguments, "--global-batch", "16")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -25,11 +24,6 @@ from allstep.plan import Workload
 LINK = ("--link", "10gbit", "--workers", "1,2,4")
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-
-
-@pytest.fixture
-def refuse(refused):
-    return partial(refused, "advise")
 
 
 @pytest.fixture
@@ -97,8 +91,8 @@ def test_another_global_batch_may_be_asked_about(launch, asked, capsys):
         (("train.py", *LINK, "--global-batch", "7"), "`global_batch` (=7) must be a multiple of"),
     ],
 )
-def test_a_script_that_cannot_be_asked_about(launch, refuse, arguments, message):
-    assert message in refuse(*arguments, launch=launch)
+def test_a_script_that_cannot_be_asked_about(launch, refuse_advice, arguments, message):
+    assert message in refuse_advice(*arguments, launch=launch)
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -110,21 +104,21 @@ def launching(do):
     return lambda workers: do(workers.folder)
 
 
-def test_a_script_that_fails_is_quoted(refuse):
+def test_a_script_that_fails_is_quoted(refuse_advice):
     def fail(folder):
         log_path(folder, 0).write_text("Traceback\n  somewhere\nKeyError: 'x'\n")
         return 3
 
     said = "`script` (=train.py) failed with exit code 3: KeyError: 'x' Run `python train.py` to"
-    assert said in refuse("train.py", *LINK, launch=launching(fail))
+    assert said in refuse_advice("train.py", *LINK, launch=launching(fail))
 
 
-def test_a_mistake_is_said(refuse):
+def test_a_mistake_is_said(refuse_advice):
     def leave(folder):
         profile_path(folder).write_text(json.dumps({"mistake": "never calls `allstep.attach`."}))
         return 0
 
-    message = refuse("train.py", *LINK, launch=launching(leave))
+    message = refuse_advice("train.py", *LINK, launch=launching(leave))
     assert "`script` (=train.py) never calls `allstep.attach`." in message
 
 
