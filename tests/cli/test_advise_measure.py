@@ -9,8 +9,9 @@ import pytest
 from allstep.cli.advise_measure import ask_first
 from allstep.cli.main import main
 from allstep.comm import Communicator
-from allstep.doctor import Effort, measure, measure_policy
+from allstep.doctor import measure, measure_policy
 from allstep.plan import POLICIES
+from tests.doctor.test_measure import HURRY
 from tests.helpers.ranks import run_ranks
 
 BARE = ("--params", "1000", "--step-ms", "3")
@@ -21,18 +22,10 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 def start_threads(num_workers, body, **arguments):
     """In a hurry, and without torch's DDP, which wants processes."""
-    hurry = Effort(
-        bucket_sizes_bytes=(1 << 12, 1 << 14, 1 << 16),
-        message_sizes_bytes=(1 << 10, 1 << 14, 1 << 16),
-        copy_bytes=1 << 16,
-        matrix_size=64,
-        batch_s=0.001,
-        pause_s=0.001,
-    )
     body = partial(
         body,
         policies=POLICIES[1:3],
-        measure=partial(measure, effort=hurry),
+        measure=partial(measure, effort=HURRY),
         measure_policy=partial(measure_policy, num_repeats=1, seconds=0.001),
         **arguments,
     )
