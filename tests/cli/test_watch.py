@@ -24,7 +24,7 @@ from allstep.comm.last_state import LastState
 from allstep.comm.worker_state import record_of
 from allstep.recipes import find_recipe
 from tests.helpers.launched import Launched
-from tests.helpers.processes import Workers, start_processes
+from tests.helpers.processes import Workers, start_processes, wait_until
 from tests.helpers.terminal import Terminal
 
 RUN_S = 100.0
@@ -94,13 +94,6 @@ def tensors_of(run_dir: Path, step: int) -> bytes:
     return (run_dir / f"checkpoints/step-{step:08d}/tensors.safetensors").read_bytes()
 
 
-def wait_until(happened: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + RUN_S
-    while not happened():
-        assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.05)
-
-
 @contextmanager
 def training(run_dir: Path, **fields: int) -> Iterator[Workers]:
     """What `allstep train digits --workers 2` runs in its processes."""
@@ -121,7 +114,7 @@ def test_a_watched_training_is_the_same_bit_for_bit(tmp_path, watched):
         return views[-1]["is_over"]
 
     with training(tmp_path / "watched", **short) as workers:
-        wait_until(sees_its_end)
+        wait_until(sees_its_end, RUN_S)
         workers.results(RUN_S)
     with training(tmp_path / "alone", **short) as workers:
         workers.results(RUN_S)
@@ -136,14 +129,14 @@ def test_a_watched_training_is_the_same_bit_for_bit(tmp_path, watched):
 def test_a_training_is_shown_until_a_worker_is_killed(tmp_path, watched, printed):
     run_dir = tmp_path / "run"
     with training(run_dir, epochs=200) as workers:
-        wait_until(lambda: is_under_way(run_dir))
+        wait_until(lambda: is_under_way(run_dir), RUN_S)
         first = watched(run_dir)
         assert (first["what"], first["is_over"]) == ("running", False)
         assert (first["recipe"], first["epochs"], first["num_total_steps"]) == ("digits", 200, 3000)
         assert [row["pid"] for row in first["ranks"]] == workers.pids
         assert all(row["data_s"] > 0 and row["wait_s"] > 0 for row in first["ranks"])
-        wait_until(lambda: watched(run_dir)["step"] > first["step"])
-        wait_until(lambda: watched(run_dir)["time_left_s"])
+        wait_until(lambda: watched(run_dir)["step"] > first["step"], RUN_S)
+        wait_until(lambda: watched(run_dir)["time_left_s"], RUN_S)
 
         looks: list[float] = []
         code, shown = on_terminal(run_dir, lambda s: looks.append(s) or stop_after(3, looks))
@@ -154,11 +147,11 @@ def test_a_training_is_shown_until_a_worker_is_killed(tmp_path, watched, printed
         assert workers.exit_codes == [None, None]  # they go on
 
         workers.kill(1, signal_number=signal.SIGSTOP)
-        wait_until(lambda: watched(run_dir)["what"] == "stopped")
+        wait_until(lambda: watched(run_dir)["what"] == "stopped", RUN_S)
         assert not watched(run_dir)["is_over"]
         assert "stopped, last seen in " in printed(run_dir)
         workers.kill(1)
-        wait_until(lambda: watched(run_dir)["is_over"])
+        wait_until(lambda: watched(run_dir)["is_over"], RUN_S)
         last = watched(run_dir)
     assert (last["what"], last["rank"], last["time_left_s"]) == ("killed", 1, None)
     assert [row["end"] for row in last["ranks"]] == [LOST_PEER, None]

@@ -42,7 +42,7 @@ from allstep.comm.places import own_space
 from allstep.comm.worker_state import read_state, record_of, waiting_words
 from allstep.env import RUN_DIR
 from allstep.errors import PeerLostError
-from tests.helpers.processes import Workers, start_processes
+from tests.helpers.processes import Workers, start_processes, wait_until
 
 WITHIN_S = 60.0
 
@@ -94,13 +94,6 @@ def training(
         yield workers
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WITHIN_S
-    while not happened():
-        assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.05)
-
-
 def why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     capsys.readouterr()
     assert main(["why", str(run_dir), "--json"]) == 0
@@ -143,13 +136,13 @@ def test_a_healthy_run_has_ended_well(tmp_path, capsys):
 @pytest.mark.process
 def test_a_stopped_rank_is_named_while_the_others_wait(tmp_path, capsys):
     with training(tmp_path, "none", at_step=-1) as workers:
-        wait_until(lambda: [state.step for state in read_states(tmp_path)] == [1, 1])
+        wait_until(lambda: [state.step for state in read_states(tmp_path)] == [1, 1], WITHIN_S)
         assert why(tmp_path, capsys)["what"] == "running"  # the control
         assert "stopped" not in (tmp_path / "log-0").read_text()
         workers.kill(1, signal_number=signal.SIGSTOP)
-        wait_until(lambda: why(tmp_path, capsys)["what"] == "stopped")
+        wait_until(lambda: why(tmp_path, capsys)["what"] == "stopped", WITHIN_S)
         assert why(tmp_path, capsys)["rank"] == 1
-        wait_until(lambda: "stopped" in (tmp_path / "log-0").read_text())
+        wait_until(lambda: "stopped" in (tmp_path / "log-0").read_text(), WITHIN_S)
         said = (tmp_path / "log-0").read_text()
         workers.close()
     pid = workers.pids[1]
@@ -162,7 +155,7 @@ def test_a_stopped_rank_is_named_while_the_others_wait(tmp_path, capsys):
 def test_a_slow_rank_is_named_by_what_it_does(tmp_path, capsys):
     with training(tmp_path, "sleep") as workers:
         log = tmp_path / "log-0"
-        wait_until(lambda: log.exists() and "forward of step 1" in log.read_text())
+        wait_until(lambda: log.exists() and "forward of step 1" in log.read_text(), WITHIN_S)
         found = why(tmp_path, capsys)
         waits = (tmp_path / "log-1").read_text().splitlines()  # for nobody, in that step
         assert [line for line in waits if "rank 0" in line and line.endswith("of step 1")] == []
@@ -176,7 +169,7 @@ def test_a_slow_rank_is_named_by_what_it_does(tmp_path, capsys):
 @pytest.mark.process
 def test_a_timeout_names_the_rank_that_did_not_come(tmp_path, capsys):
     with training(tmp_path, "sleep", timeout_s=5.0) as workers:
-        wait_until(lambda: any(state.end for state in read_states(tmp_path)))
+        wait_until(lambda: any(state.end for state in read_states(tmp_path)), WITHIN_S)
         found = why(tmp_path, capsys)
         workers.close()
     assert (found["what"], found["rank"]) == ("timed out", 1)

@@ -216,11 +216,12 @@ def run_call(folder: Path) -> int:
     return 0 if outcome.severity is None else 1
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:
-    """Asks again and again; shows the end of a log where it takes too long."""
+def wait_until(condition: Callable[[], object], timeout_s: float, log: Path | None = None) -> None:
+    """Asks again and again; shows the end of a log, if there is one, where it takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, log.read_text()[-4000:] if log.exists() else "no log"
+        is_late = time.monotonic() > deadline_s
+        assert not is_late, log.read_text()[-4000:] if log and log.exists() else "no log"
         time.sleep(0.1)
 
 
