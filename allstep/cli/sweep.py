@@ -8,7 +8,7 @@ from pathlib import Path
 
 from allstep.cli.rows import print_json
 from allstep.cli.run_folder import usual_folder
-from allstep.cli.sweep_output import as_plain, make_results, show, write_files
+from allstep.cli.sweep_output import as_plain, ranked, show, write_files
 from allstep.cli.sweep_plan import keep_plan, make_plan
 from allstep.cli.trainings import Outcome, read_jobs, run_trainings
 from allstep.errors import UsageError
@@ -34,10 +34,10 @@ def run(arguments: list[str]) -> int:
     known, flags = read_known(parser, arguments)
     jobs = read_jobs(known.jobs, known.workers)
     folder = known.sweep_dir or usual_folder("sweeps", known.recipe)
-    plan = make_plan(known.recipe, flags, folder)
-    keep_plan(folder, plan.trainings, "sweep_dir")
-    outcomes, came = run_trainings(plan.trainings, jobs, tell_end)
-    results = make_results(plan, outcomes)
+    trainings = make_plan(known.recipe, flags, folder)
+    keep_plan(folder, trainings, "sweep_dir")
+    outcomes, came = run_trainings(trainings, jobs, tell_end)
+    results = ranked(outcomes)
     names = write_files(folder, results)
     if known.json:
         print_json(as_plain(results))

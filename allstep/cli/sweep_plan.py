@@ -5,7 +5,6 @@ import io
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from allstep.cli.run_folder import data_parallel, first_difference, make_folder
@@ -27,19 +26,6 @@ _OF_ONE_RUN = {
     "doctor": "look before, by `allstep doctor`",
 }
 _OF_ALL = ("best_metric", "best_mode")  # what their table is sorted by
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The trainings of a sweep.
-
-    Attributes:
-        axes: the flags with several values, and these.
-        trainings: one for each of their combinations, the last flag's values changing first.
-    """
-
-    axes: Mapping[str, Sequence[str]]
-    trainings: Sequence[Training]
 
 
 def read_axes(flags: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -90,8 +76,11 @@ def _split(name: str, text: str) -> list[str]:
     return values
 
 
-def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> Plan:
-    """The trainings that a command line stands for; each is checked as `allstep train` would."""
+def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> list[Training]:
+    """The trainings that a command line stands for; each is checked as `allstep train` would.
+
+    One for each combination of the flags' values, the last flag's changing first.
+    """
     axes, others = read_axes(flags)
     trainings: list[Training] = []
     for combination in itertools.product(*axes.values()):
@@ -105,7 +94,7 @@ def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> Plan:
             )
         training.recipe.check()
         trainings.append(training)
-    return Plan(axes, trainings)
+    return trainings
 
 
 def make_training(

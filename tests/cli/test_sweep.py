@@ -12,7 +12,7 @@ import pytest
 
 from allstep.cli import output_files, sweep_output
 from allstep.cli.main import main
-from allstep.cli.sweep_output import make_results
+from allstep.cli.sweep_output import ranked
 from allstep.cli.sweep_plan import keep_plan, make_plan, read_axes
 from allstep.cli.train import LaunchOptions
 from allstep.cli.trainings import Outcome
@@ -32,10 +32,9 @@ def plan(*flags: str, folder: Path = Path("none")):
 
 def test_a_sweep_has_all_combinations():
     found = plan("--lr", "0.1,0.2", "--optimizer=sgd,lamb", "--epochs", "3", "--shares", "3,1")
-    assert found.axes == {"lr": ["0.1", "0.2"], "optimizer": ["sgd", "lamb"]}
-    names = [training.name for training in found.trainings]
+    names = [training.name for training in found]
     assert names == [f"lr={lr},optimizer={o}" for lr in ("0.1", "0.2") for o in ("sgd", "lamb")]
-    for training in found.trainings:
+    for training in found:
         recipe, values = training.recipe, training.values
         assert (str(recipe.lr), recipe.optimizer) == (values["lr"], values["optimizer"])
         assert (recipe.epochs, recipe.shares) == (3, "3,1")
@@ -44,20 +43,20 @@ def test_a_sweep_has_all_combinations():
 
 def test_a_published_recipe_is_a_value_like_any_other(capsys):
     found = plan("--large-batch", "lars_32k,lamb_fashion", "--global-batch", "960")
-    assert [each.recipe.optimizer for each in found.trainings] == ["lars", "lamb"]
+    assert [each.recipe.optimizer for each in found] == ["lars", "lamb"]
     assert capsys.readouterr().out == ""
 
 
 def test_a_flag_without_a_value_is_there_or_not():
     found = plan("--drop-last", "true,false")
-    assert {t.name: t.recipe.drop_last for t in found.trainings} == {
+    assert {t.name: t.recipe.drop_last for t in found} == {
         "drop-last=true": True,
         "drop-last=false": False,
     }
 
 
 def test_flags_without_lists_are_one_training():
-    (training,) = plan("--lr", "0.2", "--drop-last").trainings
+    (training,) = plan("--lr", "0.2", "--drop-last")
     assert (training.name, training.recipe.lr, training.recipe.drop_last) == ("run", 0.2, True)
 
 
@@ -124,7 +123,7 @@ def test_a_launchers_worker_is_refused(refused, monkeypatch):
 
 
 def kept(folder: Path, *flags: str) -> None:
-    keep_plan(folder, plan(*flags, folder=folder).trainings, "sweep_dir")
+    keep_plan(folder, plan(*flags, folder=folder), "sweep_dir")
 
 
 def test_the_same_sweep_may_go_on_in_its_folder(tmp_path):
@@ -176,16 +175,16 @@ def results(*flags: str, reports: list[Any]):
         Outcome(training, failure=report)
         if isinstance(report, str)
         else Outcome(training, report=report)
-        for training, report in zip(found.trainings, reports, strict=True)
+        for training, report in zip(found, reports, strict=True)
     ]
-    return make_results(found, outcomes)
+    return ranked(outcomes)
 
 
 REPORTS = [reported(0.5), None, reported(0.9), "the disk is full"]
 
 
 def test_rows_are_sorted_by_accuracy_then_as_planned():
-    rows = results(reports=REPORTS).outcomes
+    rows = results(reports=REPORTS)
     assert [row.training.values["lr"] for row in rows] == ["0.3", "0.1", "0.2", "0.4"]
     assert [row.state for row in rows] == ["finished", "finished", "open", "failed"]
 
@@ -193,7 +192,7 @@ def test_rows_are_sorted_by_accuracy_then_as_planned():
 def test_rows_are_sorted_by_the_best_metric_at_its_best():
     flags = ["--best-metric", "loss", "--best-mode", "min"]
     reports = [reported(0.5, best_value=v) for v in (0.3, 0.1, 0.2, 0.4)]
-    rows = results(*flags, reports=reports).outcomes
+    rows = results(*flags, reports=reports)
     assert [row.training.values["lr"] for row in rows] == ["0.2", "0.3", "0.1", "0.4"]
 
 
@@ -237,8 +236,8 @@ def test_pictures_of_other_axes(flags, tmp_path):
     """No number, numbers with seeds, numbers with words."""
     numbers = ["--lr", "0.1,0.2"] if flags else ["--optimizer", "sgd,lamb"]
     found = make_plan("digits", [*numbers, *flags], tmp_path)
-    outcomes = [Outcome(training, report=reported(0.5)) for training in found.trainings]
-    assert "plot.png" in sweep_output.write_files(tmp_path, make_results(found, outcomes))
+    outcomes = [Outcome(training, report=reported(0.5)) for training in found]
+    assert "plot.png" in sweep_output.write_files(tmp_path, ranked(outcomes))
 
 
 # -- whole sweeps -----------------------------------------------------------------------------
