@@ -10,7 +10,7 @@ from pathlib import Path
 from allstep.cli.curve_output import Curve, draw, plain_curve, show_check, show_prediction
 from allstep.cli.rows import print_json
 from allstep.cli.run_folder import data_parallel, usual_folder
-from allstep.cli.sweep import add_flags, read_known, tell_end, tell_how_to_go_on
+from allstep.cli.sweep import add_flags, read_known, tell_how_to_go_on
 from allstep.cli.sweep_plan import keep_plan, read_axes
 from allstep.cli.train import read_command_line
 from allstep.cli.trainings import (
@@ -37,9 +37,7 @@ _OWN = {
 }
 
 
-Train = Callable[
-    [Sequence[Training], Jobs, Callable[[Outcome], None]], tuple[list[Outcome], int | None]
-]
+Train = Callable[[Sequence[Training], Jobs], tuple[list[Outcome], int | None]]
 
 
 def run(arguments: list[str], *, train: Train = run_trainings) -> int:
@@ -224,7 +222,7 @@ def _measure(
     trainings: Sequence[Training], jobs: Jobs, num_samples: int, train: Train
 ) -> tuple[list[HeldOutErrors], int]:
     """Held-out errors, and an exit code if some are missing."""
-    outcomes, came = train(trainings, jobs, tell_end)
+    outcomes, came = train(trainings, jobs)
     if came is not None:
         return [], 128 + came
     if any(outcome.report is None for outcome in outcomes):

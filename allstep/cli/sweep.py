@@ -10,7 +10,7 @@ from allstep.cli.rows import print_json
 from allstep.cli.run_folder import usual_folder
 from allstep.cli.sweep_output import as_plain, ranked, show, write_files
 from allstep.cli.sweep_plan import keep_plan, make_plan
-from allstep.cli.trainings import Outcome, read_jobs, run_trainings
+from allstep.cli.trainings import read_jobs, run_trainings
 from allstep.errors import UsageError
 from allstep.recipes import find_recipe
 from allstep.train import FAILED
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
     folder = known.sweep_dir or usual_folder("sweeps", known.recipe)
     trainings = make_plan(known.recipe, flags, folder)
     keep_plan(folder, trainings, "sweep_dir")
-    outcomes, came = run_trainings(trainings, jobs, tell_end)
+    outcomes, came = run_trainings(trainings, jobs)
     results = ranked(outcomes)
     names = write_files(folder, results)
     if known.json:
@@ -90,15 +90,6 @@ def _whole_number(name: str, text: str | None) -> int | None:
         return int(text)
     except ValueError:
         raise UsageError(f"`{name}` (={text}) must be a whole number.") from None
-
-
-def tell_end(outcome: Outcome) -> None:
-    """Prints what a training came to, on standard error: standard output has the table only."""
-    if outcome.report is not None:
-        words = f"{outcome.score:.4f}"
-    else:
-        words = f"failed: {outcome.failure}" if outcome.failure else "ended with a checkpoint"
-    print(f"{outcome.training.name}: {words}", file=sys.stderr, flush=True)
 
 
 def tell_how_to_go_on(

@@ -1,8 +1,9 @@
 """Several trainings side by side, each as `allstep train` runs it, in a run's folder of its own."""
 
 import math
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,17 +129,15 @@ def check_folders(trainings: Sequence[Training]) -> None:
         run_folder.find_run(training.recipe, training.run_dir)
 
 
-def run_trainings(
-    trainings: Sequence[Training], jobs: Jobs, on_end: Callable[[Outcome], None]
-) -> tuple[list[Outcome], int | None]:
+def run_trainings(trainings: Sequence[Training], jobs: Jobs) -> tuple[list[Outcome], int | None]:
     """Runs those that are not finished, from where they are; at the end no process is left.
 
+    Each says what it came to as it ends, on standard error: standard output has the table only.
     SIGINT and SIGTERM are handed on: trainings end with a checkpoint, and no other begins.
 
     Args:
         trainings: in the order in which they begin.
         jobs: how many at a time.
-        on_end: called with each that ends, as it does.
 
     Returns:
         What became of each, in their order, and the signal that came.
@@ -148,7 +147,7 @@ def run_trainings(
 
     def end(outcome: Outcome) -> None:
         found[outcome.training.name] = outcome
-        on_end(outcome)
+        _tell(outcome)
 
     with (
         signals_noted() as came,
@@ -209,6 +208,14 @@ def _outcome(training: Training, watch: Watch, *, is_stopped: bool) -> Outcome:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     words = [*errors, *lines[-1:], f"it ended with code {workers.exit_codes[rank]}"]
     return Outcome(training, failure=words[0])
+
+
+def _tell(outcome: Outcome) -> None:
+    if outcome.report is not None:
+        words = f"{outcome.score:.4f}"
+    else:
+        words = f"failed: {outcome.failure}" if outcome.failure else "ended with a checkpoint"
+    print(f"{outcome.training.name}: {words}", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, plain: Any) -> None:

@@ -26,7 +26,7 @@ class Law:
         self.asked: list[list[Training]] = []
 
     def __call__(
-        self, trainings: Sequence[Training], jobs: Jobs, on_end: Callable[[Outcome], None]
+        self, trainings: Sequence[Training], jobs: Jobs
     ) -> tuple[list[Outcome], int | None]:
         self.asked.append(list(trainings))
         return [self._outcome(each) for each in trainings], self._came
