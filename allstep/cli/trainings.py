@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from allstep import files
 from allstep.cli import run_folder
@@ -33,7 +33,6 @@ _PRELOAD = (
 )
 _POLL_S = 0.05
 _NUM_LOG_LINES = 50
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
