@@ -48,10 +48,9 @@ class Exits:
     killed: Sequence[int]
     pids: Sequence[int]
 
-    def rank_of(self, state: WorkerState | None) -> int | None:
+    def rank_of(self, state: WorkerState) -> int | None:
         """With which rank the worker of a state began; None if another launcher started it."""
-        pid = None if state is None else state.pid
-        return self.pids.index(pid) if pid in self.pids else None
+        return self.pids.index(state.pid) if state.pid in self.pids else None
 
 
 def read_exits(run_dir: Path) -> Exits | None:
