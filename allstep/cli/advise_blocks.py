@@ -29,7 +29,7 @@ class GivenBlocks:
         """Refuses what doesn't divide, and blocks that aren't given."""
         blocks = self._blocks()
         blocks.check_tensor(mesh.tensor)
-        check_pipeline(self._known, blocks, mesh, self._micro_batch, self._known.global_batch)
+        check_pipeline(blocks, mesh, self._micro_batch, self._known.global_batch)
 
     @property
     def longest_pipeline(self) -> int:
@@ -63,7 +63,6 @@ class GivenBlocks:
 
 
 def check_pipeline(
-    known: Namespace,
     blocks: TransformerSpec,
     mesh: MeshSpec,
     micro_batch: int | None,
@@ -72,8 +71,7 @@ def check_pipeline(
     """Refuses more stages than blocks, and fewer micro-batches than workers along `pipeline`."""
     if mesh.pipeline == 1:
         return
-    stages_per_worker = known.stages_per_worker or 1
-    stages = PipelineSpec(transformer=blocks, mesh=mesh, stages_per_worker=stages_per_worker)
+    stages = PipelineSpec(transformer=blocks, mesh=mesh)
     if micro_batch is not None:
         copy_samples = micro_batch if global_batch is None else ceil(global_batch / mesh.data)
         stages.check_micro_batches(ceil(copy_samples / micro_batch))

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ from allstep.plan import (
     timeline,
 )
 
-_AXES = [axis.name for axis in fields(MeshSpec)]
+_AXES = ("data", "pipeline", "tensor", "shard")
 _FLAGS = ("transformer", "states_per_param", "memory_gib", "stages_per_worker")
 _WITHOUT_MESH = ("measure", "stragglers", "curve", "plot", "price_per_hour")
 # allstep's own exchange, which alone sums gradients along one axis of a mesh, in its usual format.
@@ -62,7 +62,8 @@ def read_meshes(
     """
     stages_per_worker = known.stages_per_worker or 1
     if known.mesh != "auto":
-        mesh = MeshSpec(**parse_named_counts("mesh", known.mesh, _AXES))
+        lengths = parse_named_counts("mesh", known.mesh, _AXES)
+        mesh = MeshSpec(**lengths, stages_per_worker=stages_per_worker)
         _check_workers(known, mesh)
         if stages_per_worker > 1 and mesh.pipeline == 1:
             raise UsageError(
@@ -85,7 +86,7 @@ def read_meshes(
             f"`workers` (={known.workers}) are several numbers, and `mesh` (=auto) ranks the meshes"
             " of one; give one of them."
         )
-    meshes, refused = MeshSpec.all_of(num_workers, subject.longest_pipeline), {}
+    meshes, refused = MeshSpec.all_of(num_workers, subject.longest_pipeline, stages_per_worker), {}
     subject.check_mesh(meshes[0])
     for mesh in (m for m in meshes[1:] if m.shard == 1):
         try:
@@ -136,7 +137,6 @@ class MeshAnswer:
             self.cluster,
             _POLICY,
             self.meshes,
-            stages_per_worker=self.stages_per_worker,
             states_per_param=self.states_per_param,
             memory_gib=self.memory_gib,
             target=self.target,
@@ -163,7 +163,7 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
         axes = replace(mesh, shard=1)
         code = f"comm.mesh({str(axes).replace(',', ', ')}) and {_POLICY.in_code}"
         if mesh.pipeline > 1:
-            schedule = "1f1b" if found.stages_per_worker == 1 else "interleaved"
+            schedule = "1f1b" if mesh.stages_per_worker == 1 else "interleaved"
             code = f'allstep.nn.Pipeline(..., schedule="{schedule}"), {code}'
         if mesh.shard > 1:
             what = " of each stage" if mesh.pipeline > 1 else ""
@@ -216,7 +216,7 @@ def _plain_option(option: MeshOption) -> dict[str, Any]:
     p = option.prediction
     return {
         **plain_data(p),
-        **asdict(p.mesh),
+        **{axis: getattr(p.mesh, axis) for axis in _AXES},
         "activations_s": p.copy.activations_s,
         "bubble_s": p.copy.bubble_s,
         "sharding_s": p.copy.sharding_s,

@@ -224,7 +224,7 @@ class _NamedRecipe:
                 " have experts: leave `--experts` out."
             )
         recipe = self._recipe
-        check_pipeline(self._known, blocks, mesh, recipe.micro_batch, recipe.global_batch)
+        check_pipeline(blocks, mesh, recipe.micro_batch, recipe.global_batch)
 
     @property
     def longest_pipeline(self) -> int:

@@ -79,7 +79,6 @@ def memory_of(
     mesh: MeshSpec,
     states_per_param: float = 2,
     *,
-    stages_per_worker: int = 1,
     num_micro_batches: int = 1,
 ) -> Memory:
     """What a worker of a copy needs; of a pipeline the one that needs most.
@@ -90,7 +89,6 @@ def memory_of(
         mesh: over how many workers, and over how many FSDP2 shards what each of them has.
         states_per_param: of the optimizer, each as large as the parameters: 2 of AdamW, 1 of SGD
             with momentum.
-        stages_per_worker: of the pipeline; above 1 its schedule is the interleaved one.
         num_micro_batches: of a copy in a step.
 
     Returns:
@@ -110,11 +108,7 @@ def memory_of(
     >>> f"{found.total / 1e6:.1f} MB"
     '66.1 MB'
     """
-    stages = PipelineSpec(
-        transformer=transformer,
-        mesh=mesh,
-        stages_per_worker=stages_per_worker if mesh.pipeline > 1 else 1,
-    )
+    stages = PipelineSpec(transformer=transformer, mesh=mesh)
     found = memory_of_workers(micro, stages, states_per_param, num_micro_batches)
     return max(found, key=lambda memory: memory.total)
 
@@ -132,7 +126,7 @@ def memory_of_workers(
         kept = _kept_of_token(stages, worker, num_logits)
         in_flight = stages.in_flight(worker, num_micro_batches)
         is_first, is_last = worker == 0, worker == mesh.pipeline - 1
-        num_received = num_micro_batches * (2 * stages.stages_per_worker - is_first - is_last)
+        num_received = num_micro_batches * (2 * mesh.stages_per_worker - is_first - is_last)
         num_bytes = num_params * micro.element_bytes
         numbers = in_flight * kept + num_received * transformer.width
         whole = Memory(

@@ -17,6 +17,7 @@ class MeshSpec:
         tensor: workers of each of these, neighbours, which have a part of every divided layer.
         shard: of `data`, workers over which FSDP2 shards parameters, gradients and the optimizer's
             states: all of them, or neighbours, which others have copies of.
+        stages_per_worker: of a pipeline; above 1 its schedule is the interleaved one, else 1F1B.
 
     Raises:
         UsageError: if a length is less than 1, or `shard` doesn't go with the others.
@@ -31,9 +32,10 @@ class MeshSpec:
     pipeline: int = 1
     tensor: int = 1
     shard: int = 1
+    stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "tensor", "shard"):
+        for name in ("data", "pipeline", "tensor", "shard", "stages_per_worker"):
             check_integer(name, getattr(self, name))
         if self.data % self.shard:
             raise UsageError(f"`shard` (={self.shard}) must divide `data` (={self.data}).")
@@ -44,7 +46,9 @@ class MeshSpec:
         return f"data={self.data},{pipeline}tensor={self.tensor}{shard}"
 
     @classmethod
-    def all_of(cls, num_workers: int, longest_pipeline: int = 1) -> "list[MeshSpec]":
+    def all_of(
+        cls, num_workers: int, longest_pipeline: int = 1, stages_per_worker: int = 1
+    ) -> "list[MeshSpec]":
         """Every mesh of so many workers, the least divided first.
 
         Each with several copies also sharded over all of `data`.
@@ -56,7 +60,12 @@ class MeshSpec:
         data=3,tensor=1 data=3,tensor=1,shard=3 data=1,tensor=3 data=1,pipeline=3,tensor=1
         """
         whole = [
-            cls(data=num_workers // size, pipeline=pipeline, tensor=size // pipeline)
+            cls(
+                data=num_workers // size,
+                pipeline=pipeline,
+                tensor=size // pipeline,
+                stages_per_worker=stages_per_worker if pipeline > 1 else 1,
+            )
             for size in _divisors(num_workers)
             for pipeline in _divisors(size)
             if pipeline <= longest_pipeline

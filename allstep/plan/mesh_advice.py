@@ -61,7 +61,6 @@ def recommend_mesh(
     policy: PolicySpec,
     meshes: Iterable[MeshSpec],
     *,
-    stages_per_worker: int = 1,
     states_per_param: float = 2,
     memory_gib: float | None = None,
     target: Target | None = None,
@@ -74,7 +73,6 @@ def recommend_mesh(
         cluster: the machines.
         policy: exchanges gradients along `data`.
         meshes: to choose from.
-        stages_per_worker: of pipelines; above 1 their schedule is the interleaved one.
         states_per_param: of the optimizer; see `memory_of`.
         memory_gib: that a worker has; None if that doesn't count.
         target: with it, time to the target counts, and not samples per second.
@@ -106,7 +104,6 @@ def recommend_mesh(
             transformer,
             mesh,
             states_per_param,
-            stages_per_worker=stages_per_worker,
             num_micro_batches=training.num_micro_batches(mesh.data),
         )
 
@@ -115,9 +112,7 @@ def recommend_mesh(
 
     for mesh in meshes:
         try:
-            prediction = predict_mesh(
-                training, transformer, cluster, policy, mesh, stages_per_worker=stages_per_worker
-            )
+            prediction = predict_mesh(training, transformer, cluster, policy, mesh)
         except UsageError as error:
             left_out[mesh] = str(error)
             continue

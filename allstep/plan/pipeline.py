@@ -39,8 +39,7 @@ class PipelineSpec:
 
     Args:
         transformer: its blocks.
-        mesh: says how many workers they are divided over, p along `pipeline`.
-        stages_per_worker: v; above 1 the schedule is the interleaved one.
+        mesh: says how they are divided: over p workers along `pipeline`, v stages each.
 
     Raises:
         UsageError: if there are fewer blocks than stages.
@@ -52,10 +51,9 @@ class PipelineSpec:
 
     transformer: TransformerSpec
     mesh: MeshSpec
-    stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        depth, v = self.transformer.depth, self.stages_per_worker
+        depth, v = self.transformer.depth, self.mesh.stages_per_worker
         if self.mesh.pipeline * v > depth:
             turns = f" x `stages_per_worker` (={v})" * (v > 1)
             raise UsageError(
@@ -98,13 +96,12 @@ class PipelineSpec:
         p - i, and of interleaved stages (2 (p - 1 - i) + (v - 1) p + 1) / v.
 
         >>> blocks = TransformerSpec(depth=8, width=8, heads=2, sequence_length=8)
-        >>> four = MeshSpec(pipeline=4)
-        >>> PipelineSpec(transformer=blocks, mesh=four).in_flight(0, 16)
+        >>> for mesh in (MeshSpec(pipeline=4), MeshSpec(pipeline=4, stages_per_worker=2)):
+        ...     print(PipelineSpec(transformer=blocks, mesh=mesh).in_flight(0, 16))
         4.0
-        >>> PipelineSpec(transformer=blocks, mesh=four, stages_per_worker=2).in_flight(0, 16)
         5.5
         """
-        p, v = self.mesh.pipeline, self.stages_per_worker
+        p, v = self.mesh.pipeline, self.mesh.stages_per_worker
         turns = p - worker if v == 1 else 2 * (p - 1 - worker) + (v - 1) * p + 1
         return min(v * num_micro_batches, turns) / v
 
@@ -148,7 +145,7 @@ class PipelineSpec:
         forward_s = [s + wait_s for s, (wait_s, _) in zip(forward_s, sharding_s, strict=True)]
         backward_s = [s + wait_s for s, (_, wait_s) in zip(backward_s, sharding_s, strict=True)]
         stages_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-        p, v, m = self.mesh.pipeline, self.stages_per_worker, num_micro_batches
+        p, v, m = self.mesh.pipeline, self.mesh.stages_per_worker, num_micro_batches
         messages_s = 2 * message_s * (1 - 1 / (v * p))  # of a turn
         turns_s = [stage_s / v + messages_s for stage_s in stages_s]
         busy_s = v * m * max(turns_s)

@@ -178,8 +178,6 @@ def predict_mesh(
     cluster: Cluster,
     policy: PolicySpec,
     mesh: MeshSpec,
-    *,
-    stages_per_worker: int = 1,
 ) -> Prediction:
     """Predicts a policy along `data` of a mesh whose copies of a transformer are divided.
 
@@ -193,7 +191,6 @@ def predict_mesh(
         cluster: the machines and links that it would run on.
         policy: exchanges gradients along `data`.
         mesh: copies of the model and workers of each.
-        stages_per_worker: of a pipeline; above 1 its schedule is the interleaved one, else 1F1B.
 
     Returns:
         A step; with copies of one worker that of `predict`.
@@ -216,7 +213,7 @@ def predict_mesh(
     data=4,pipeline=2,tensor=1 6.2x
     """
     data_axis = mesh.data_axis(cluster)
-    step = _copy_step(training, transformer, cluster, mesh, stages_per_worker)
+    step = _copy_step(training, transformer, cluster, mesh)
     exchanging = data_axis if mesh.shard == 1 else cluster.of(1)
     return _predict_step(training, step, exchanging, policy, mesh)
 
@@ -226,7 +223,6 @@ def _copy_step(
     transformer: TransformerSpec,
     cluster: Cluster,
     mesh: MeshSpec,
-    stages_per_worker: int,
 ) -> CopyStep:
     micro, num_micro_batches = training.micro, training.num_micro_batches(mesh.data)
     num_activations = transformer.num_activations(micro.num_samples)
@@ -245,7 +241,7 @@ def _copy_step(
             activations_s=2 * num_micro_batches * transformer.waits_s(all_reduce_s),
             sharding_s=num_micro_batches * wait_s,
         )
-    stages = PipelineSpec(transformer=transformer, mesh=mesh, stages_per_worker=stages_per_worker)
+    stages = PipelineSpec(transformer=transformer, mesh=mesh)
     return stages.step(
         micro,
         num_micro_batches,

@@ -42,8 +42,7 @@ INSIDE = replace(MICRO, num_params=ALL_IN_BLOCKS, optimizer_s=0.0)
 def spec(num_workers: int, stages_per_worker: int = 1, depth: int = 24) -> PipelineSpec:
     return PipelineSpec(
         transformer=replace(BLOCKS, depth=depth),
-        mesh=MeshSpec(pipeline=num_workers),
-        stages_per_worker=stages_per_worker,
+        mesh=MeshSpec(pipeline=num_workers, stages_per_worker=stages_per_worker),
     )
 
 
@@ -272,7 +271,7 @@ def test_more_stages_need_less_memory_and_more_micro_batches_a_little_more() -> 
     assert totals == sorted(totals, reverse=True)
     few, many = (memory(two, num_micro_batches=m).activations for m in (2, 32))
     assert many - few == 30 * 8 * 512 * 1024 * 4
-    interleaved = memory(two, stages_per_worker=2, num_micro_batches=8).activations
+    interleaved = memory(replace(two, stages_per_worker=2), num_micro_batches=8).activations
     assert interleaved > memory(two, num_micro_batches=8).activations
 
 
