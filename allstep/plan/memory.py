@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from allstep.plan.mesh import MeshSpec
 from allstep.plan.pipeline import PipelineSpec
 from allstep.plan.transformer import TransformerSpec
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec
 
 GIB = 2**30
 
@@ -74,22 +74,19 @@ class Memory:
 
 
 def memory_of(
-    micro: Workload,
+    training: TrainingSpec,
     transformer: TransformerSpec,
     mesh: MeshSpec,
     states_per_param: float = 2,
-    *,
-    num_micro_batches: int = 1,
 ) -> Memory:
     """What a worker of a copy needs; of a pipeline the one that needs most.
 
     Args:
-        micro: an undivided micro-batch's step.
+        training: undivided, with one micro-batch a copy if its batch isn't fixed.
         transformer: which is divided.
         mesh: over how many workers, and over how many FSDP2 shards what each of them has.
         states_per_param: of the optimizer, each as large as the parameters: 2 of AdamW, 1 of SGD
             with momentum.
-        num_micro_batches: of a copy in a step.
 
     Returns:
         Its bytes.
@@ -97,27 +94,31 @@ def memory_of(
     Raises:
         UsageError: if there are fewer blocks than stages.
 
+    >>> from allstep.plan.workload import Workload
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
-    >>> for mesh in (MeshSpec(), MeshSpec(tensor=2), MeshSpec(data=4, shard=4)):
-    ...     print(f"{memory_of(micro, small, mesh).total / 1e6:.1f} MB")
+    >>> training = TrainingSpec(micro=micro, global_batch=64)
+    >>> meshes = MeshSpec(), MeshSpec(tensor=2), MeshSpec(data=4, shard=4), MeshSpec(pipeline=2)
+    >>> for mesh in meshes:
+    ...     print(f"{memory_of(training, small, mesh).total / 1e6:.1f} MB")
     81.4 MB
     39.0 MB
     73.5 MB
-    >>> found = memory_of(micro, small, MeshSpec(pipeline=2), num_micro_batches=4)
-    >>> f"{found.total / 1e6:.1f} MB"
-    '66.1 MB'
+    66.1 MB
     """
-    stages = PipelineSpec(transformer=transformer, mesh=mesh)
-    found = memory_of_workers(micro, stages, states_per_param, num_micro_batches)
+    found = memory_of_workers(training, transformer, mesh, states_per_param)
     return max(found, key=lambda memory: memory.total)
 
 
 def memory_of_workers(
-    micro: Workload, stages: PipelineSpec, states_per_param: float, num_micro_batches: int
+    training: TrainingSpec,
+    transformer: TransformerSpec,
+    mesh: MeshSpec,
+    states_per_param: float = 2,
 ) -> list[Memory]:
     """What each worker of a pipeline needs; arguments as of `memory_of`."""
-    transformer, mesh = stages.transformer, stages.mesh
+    stages = PipelineSpec(transformer=transformer, mesh=mesh)
+    micro, num_micro_batches = training.micro, training.num_micro_batches(mesh.data)
     num_tokens = micro.num_samples * transformer.sequence_length
     activation_bytes = num_tokens * transformer.activation_bytes
     num_logits = transformer.vocabulary_params(micro.num_params) / transformer.width

@@ -9,6 +9,7 @@ or if a worker would need more memory than it has.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from allstep.errors import UsageError, check_positive
 from allstep.plan.bottlenecks import largest_bottleneck
@@ -97,15 +98,7 @@ def recommend_mesh(
         check_positive("memory_gib", memory_gib, "32 is 32 GiB a worker")
     transformer.outside_params(training.micro.num_params)
     left_out, options = {}, []
-
-    def memory(mesh: MeshSpec) -> Memory:
-        return memory_of(
-            training.micro,
-            transformer,
-            mesh,
-            states_per_param,
-            num_micro_batches=training.num_micro_batches(mesh.data),
-        )
+    memory = partial(memory_of, training, transformer, states_per_param=states_per_param)
 
     def fits(found: Memory) -> bool:
         return memory_gib is None or found.total_gib <= memory_gib

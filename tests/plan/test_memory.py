@@ -13,7 +13,7 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import Pipeline, tensor_parallel
-from allstep.plan import MeshSpec, PipelineSpec, TransformerSpec, Workload
+from allstep.plan import MeshSpec, TrainingSpec, TransformerSpec, Workload
 from allstep.plan.memory import memory_of_workers
 from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import Transformer, TransformerConfig, TransformerStage
@@ -99,8 +99,8 @@ def measured(comm: Communicator, spec: MeshSpec) -> int:
 
 def predicted(spec: MeshSpec) -> list[int]:
     """Of each worker."""
-    stages = PipelineSpec(transformer=SPEC, mesh=spec)
-    found = memory_of_workers(MICRO, stages, 2, num_micro_batches(spec))
+    training = TrainingSpec(micro=MICRO, global_batch=spec.data * num_micro_batches(spec) * BATCH)
+    found = memory_of_workers(training, SPEC, spec)
     return [memory.total for memory in found for _ in range(spec.tensor)] * spec.data
 
 

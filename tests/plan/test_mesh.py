@@ -213,7 +213,7 @@ def count_divided_stages(comm: Communicator) -> list[int]:
 def check_memory(tensor: int, num_local: int, num_kept: int) -> None:
     num_params = sum(p.numel() for p in small_transformer().parameters())
     micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=BATCH)
-    found = memory_of(micro, SMALL, MeshSpec(tensor=tensor))
+    found = memory_of(TrainingSpec(micro=micro), SMALL, MeshSpec(tensor=tensor))
     assert (found.parameters, found.gradients, found.optimizer) == (
         4 * num_local,
         4 * num_local,
@@ -255,14 +255,14 @@ def test_parameters_are_those_of_divided_stages() -> None:
 def test_memory_by_hand() -> None:
     """A worker of four: 16 bytes a parameter, 4 x (1024 x (24 x 6 + 1.5) + 2 v / 4) a token."""
     four = MeshSpec(tensor=4)
-    found = memory_of(MICRO, BLOCKS, four)
+    found = memory_of(TRAINING, BLOCKS, four)
     num_params = 24 * ((12 * 1024**2 + 7 * 1024) // 4 + 6 * 1024)
     num_params += (TOKENS // 4 + 512 + 2) * 1024
     assert found.parameters == found.gradients == 4 * num_params
     assert found.optimizer == 8 * num_params
     assert found.activations == 8 * 512 * 4 * (1024 * (24 * 6 + 1.5) + 2 * 8_000)
-    assert memory_of(MICRO, BLOCKS, four, states_per_param=1).optimizer == 4 * num_params
-    halved = memory_of(MICRO, replace(BLOCKS, activation_bytes=2), four)
+    assert memory_of(TRAINING, BLOCKS, four, states_per_param=1).optimizer == 4 * num_params
+    halved = memory_of(TRAINING, replace(BLOCKS, activation_bytes=2), four)
     assert 2 * halved.activations == found.activations
 
 
@@ -305,7 +305,7 @@ def test_one_worker_is_kept_where_it_is_faster_and_fits() -> None:
     slow = Link(bandwidth_bps=50e6, latency_s=1e-3)
     machines = cluster(8, 1, slow, slow)
     assert advise(machines).sentence.startswith("stay on one worker, on which the model fits: ")
-    needs = memory_of(MICRO, BLOCKS, MeshSpec()).total_gib
+    needs = memory_of(TRAINING, BLOCKS, MeshSpec()).total_gib
     forced = advise(machines, memory_gib=0.99 * needs)
     assert forced.choice is not None
     assert "one worker, " in forced.sentence
@@ -327,7 +327,7 @@ def test_other_dimensions_are_refused() -> None:
     with pytest.raises(UsageError, match=r"`mesh` \(=16\) exceeds the 8"):
         on(MeshSpec(data=8, tensor=2), cluster(8))
     with pytest.raises(UsageError, match=r"`params` \(=1,000\) are fewer than the 302,"):
-        memory_of(replace(MICRO, num_params=1000), BLOCKS, MeshSpec())
+        memory_of(TrainingSpec(micro=replace(MICRO, num_params=1000)), BLOCKS, MeshSpec())
     with pytest.raises(UsageError, match=r"`tensor` \(=0\) must be at least 1"):
         MeshSpec(data=2, tensor=0)
     with pytest.raises(UsageError, match=r"`width` \(=10\) must be a multiple of `heads`"):

@@ -1,7 +1,6 @@
 """A pipelined step: closed forms, the schedules counted event by event, memory, and advice."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -212,7 +211,7 @@ def test_bottlenecks_explain_the_whole_loss_of_a_pipeline() -> None:
 
 def test_memory_by_hand() -> None:
     """The first of two keeps two micro-batches of 12 blocks, and room for messages of four."""
-    found = memory_of(INSIDE, BLOCKS, MeshSpec(pipeline=2), num_micro_batches=4)
+    found = memory_of(training_of(INSIDE, 4), BLOCKS, MeshSpec(pipeline=2))
     assert found.parameters == found.gradients == 4 * ALL_IN_BLOCKS // 2
     assert found.optimizer == 2 * found.parameters
     tokens = 8 * 512
@@ -228,8 +227,7 @@ def test_memory_is_what_real_stages_keep() -> None:
     blocks = TransformerSpec(depth=3, width=16, heads=4, sequence_length=12)
     num_params = 3 * (12 * 16**2 + 13 * 16) + (300 + 12 + 2) * 16  # tied
     micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=5)
-    pipeline = PipelineSpec(transformer=blocks, mesh=MeshSpec(pipeline=3))
-    found = memory_of_workers(micro, pipeline, 2, 1)
+    found = memory_of_workers(TrainingSpec(micro=micro), blocks, MeshSpec(pipeline=3))
 
     tokens = torch.randint(300, (5, 12))
     values, num_tokens = tokens, tokens.numel()
@@ -259,27 +257,27 @@ def test_memory_is_what_real_stages_keep() -> None:
 def test_large_vocabulary_makes_the_last_worker_the_largest() -> None:
     embeddings = EMBEDDINGS + 9 * TOKENS * 1024
     large = replace(MICRO, num_params=ALL_IN_BLOCKS + embeddings)
-    found = memory_of(large, BLOCKS, MeshSpec(pipeline=2), num_micro_batches=2)
+    found = memory_of(training_of(large, 2), BLOCKS, MeshSpec(pipeline=2))
     assert found.parameters == 4 * (ALL_IN_BLOCKS // 2 + embeddings)
     assert found.activations == 8 * 512 * 4 * (1024 * (12 * 18 + 2 + 2) + 40 * TOKENS)
 
 
 def test_more_stages_need_less_memory_and_more_micro_batches_a_little_more() -> None:
     one, two, four = (MeshSpec(pipeline=p) for p in (1, 2, 4))
-    memory = partial(memory_of, MICRO, BLOCKS)
-    totals = [memory(mesh, num_micro_batches=8).parameters for mesh in (one, two, four)]
+    eight = training_of(MICRO, 8)
+    totals = [memory_of(eight, BLOCKS, mesh).parameters for mesh in (one, two, four)]
     assert totals == sorted(totals, reverse=True)
-    few, many = (memory(two, num_micro_batches=m).activations for m in (2, 32))
+    few, many = (memory_of(training_of(MICRO, m), BLOCKS, two).activations for m in (2, 32))
     assert many - few == 30 * 8 * 512 * 1024 * 4
-    interleaved = memory(replace(two, stages_per_worker=2), num_micro_batches=8).activations
-    assert interleaved > memory(two, num_micro_batches=8).activations
+    interleaved = memory_of(eight, BLOCKS, replace(two, stages_per_worker=2)).activations
+    assert interleaved > memory_of(eight, BLOCKS, two).activations
 
 
 def test_pipeline_is_chosen_where_sums_would_cross_slow_links() -> None:
     """A model that fits on no worker: stages send a hundredth of what tensor parallelism does."""
     slow = Link(bandwidth_bps=5e9, latency_s=30e-6)
     single = replace(MICRO, num_samples=1, forward_s=0.3 / 8, backward_s=0.6 / 8)
-    half = 0.6 * memory_of(single, BLOCKS, MeshSpec()).total_gib
+    half = 0.6 * memory_of(TrainingSpec(micro=single), BLOCKS, MeshSpec()).total_gib
     found = recommend_mesh(
         TrainingSpec(micro=single, global_batch=256),
         BLOCKS,

@@ -56,8 +56,8 @@ def test_compute_is_slower_beside_what_is_gathered() -> None:
 
 def test_sharded_memory_by_hand() -> None:
     """A shard of each state; the rest, two blocks, and two of the larger one's gradients."""
-    found = memory_of(MICRO, BLOCKS, MeshSpec(data=8, shard=8))
-    whole = memory_of(MICRO, BLOCKS, MeshSpec())
+    found = memory_of(TRAINING, BLOCKS, MeshSpec(data=8, shard=8))
+    whole = memory_of(TRAINING, BLOCKS, MeshSpec())
     rest = MICRO.num_params - 24 * BLOCK
     assert rest == EMBEDDINGS
     assert found.parameters == MICRO.num_params * 4 // 8 + 4 * (rest + 2 * BLOCK)
@@ -71,7 +71,7 @@ def test_sharded_mesh_is_chosen_where_whole_copies_do_not_fit() -> None:
     machines, meshes = cluster(1, 8, intra=link), MeshSpec.all_of(8)
     free = recommend_mesh(TRAINING, BLOCKS, machines, POLICY, meshes)
     assert free.choice is not None and str(free.choice.prediction.mesh) == "data=8,tensor=1"
-    needs = memory_of(MICRO, BLOCKS, MeshSpec()).total_gib
+    needs = memory_of(TRAINING, BLOCKS, MeshSpec()).total_gib
     tight = recommend_mesh(TRAINING, BLOCKS, machines, POLICY, meshes, memory_gib=0.99 * needs)
     assert tight.choice is not None
     assert str(tight.choice.prediction.mesh) == "data=8,tensor=1,shard=8"
@@ -97,8 +97,9 @@ def test_step_of_sharded_stages(bandwidth_bps: float) -> None:
 
 def test_memory_of_sharded_stages_by_hand() -> None:
     """As of all blocks, but for one that is gathered at a time."""
-    whole = memory_of(MICRO, BLOCKS, MeshSpec(data=4, pipeline=2), num_micro_batches=5)
-    found = memory_of(MICRO, BLOCKS, MeshSpec(data=4, pipeline=2, shard=4), num_micro_batches=5)
+    training = replace(TRAINING, global_batch=4 * 5 * 8)
+    whole = memory_of(training, BLOCKS, MeshSpec(data=4, pipeline=2))
+    found = memory_of(training, BLOCKS, MeshSpec(data=4, pipeline=2, shard=4))
     num_params = 12 * BLOCK + EMBEDDINGS
     assert found.parameters == num_params * 4 // 4 + 4 * (EMBEDDINGS + BLOCK)
     assert found.gradients == num_params * 4 // 4 + 4 * 2 * EMBEDDINGS
