@@ -1,5 +1,6 @@
 """Picks the command, and turns allstep's own errors into one screen and an exit code."""
 
+import errno
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ _COMMANDS = {
 }
 _HIDDEN = ("worker", "host")  # what the others start; not for people
 _MODULES = {"launch": "launch_script"}  # where a command's module has another name
+_OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG)  # what the system says of one that was given
 
 
 def main(argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
@@ -63,6 +65,12 @@ def main(argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
             if not _is_output_closed():
                 raise
             return 1  # as rich does
+        except OSError as error:
+            if error.errno not in _OF_A_PATH or error.filename is None:
+                raise
+            if _speaks():
+                print(f"error: {error.filename} can't be used ({error.strerror})", file=sys.stderr)
+            return 2
 
 
 def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:

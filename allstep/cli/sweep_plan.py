@@ -155,7 +155,7 @@ def _check_same(folder: Path, now: Mapping[str, AnyRecipe], argument: str) -> No
         return
     except NotADirectoryError:
         raise UsageError(f"`{argument}` (={folder}) is a file; give a folder.") from None
-    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+    except (ValueError, LookupError, TypeError, AttributeError, IsADirectoryError):
         raise UsageError(f"{folder / _PLAN} is damaged; choose a new folder.") from None
     for name in sorted(before.keys() | now.keys()):
         if name not in now or name not in before:

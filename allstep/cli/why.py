@@ -1,6 +1,7 @@
 """`allstep why RUN`: what happened first in a run that died or hangs, where, and what to do."""
 
 import argparse
+import errno
 import os
 import re
 import signal
@@ -70,7 +71,12 @@ def run(arguments: list[str]) -> int:
         _print_symptoms(symptoms, known.json)
         return 0
     run_dir = Path(known.run)
-    states, exits = left_states(run_dir), read_exits(run_dir)
+    try:
+        states, exits = left_states(run_dir), read_exits(run_dir)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # as a whole message is for a path
+            raise
+        states, exits = [], None
     if not states:
         raise UsageError(
             f"`run` (={run_dir}) has nothing that its workers left, in"

@@ -1,5 +1,6 @@
 """Commands and bad input: one screen, exit code 2, no worker started."""
 
+import errno
 import json
 import os
 import socket
@@ -29,9 +30,9 @@ def in_empty_folder(tmp_path, monkeypatch):
 def said(capsys):
     """Runs a command line that must fail with exit code 2; returns what it says, in one line."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, **stand_ins: object) -> str:
         try:
-            code = main(arguments)
+            code = main(arguments, **stand_ins)
         except SystemExit as stop:
             code = stop.code
         assert code == 2
@@ -240,6 +241,31 @@ def test_a_run_folder_that_cannot_be_made(said):
     assert message == (
         "error: `run_dir` (=a/b) can't be made (Not a directory); choose another folder."
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("evaluate", "sharpness", "watch", "join", "verify", "train --resume"),
+        *("train digits --run-dir", "train text --folder", "train images --folder"),
+        *("sweep digits --lr 0.1,0.2 --sweep-dir", "advise digits --cluster"),
+        "advise digits --link 1gbit --json",
+    ],
+)
+def test_a_name_that_is_too_long_for_a_path(said, command):
+    message = said(*command.split(), "x" * 300)
+    assert message.startswith("error: xxx")
+    assert message.endswith("can't be used (File name too long)")
+
+
+def test_a_path_that_is_closed(said):
+    Path("train.py").touch()
+
+    def launch(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "data/x")
+
+    message = said("advise", "train.py", "--link", "1gbit", launch=launch)
+    assert message == "error: data/x can't be used (Permission denied)"
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,9 @@ def test_a_message_is_looked_up(capsys):
     assert capsys.readouterr().out.startswith("Cause: another rank ended\nCure: ")
     assert main(["why", message, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["cause"] == "another rank ended"
-    assert main(["why", "no such thing at all"]) == 2
-    assert "Nor is it a message of the guide" in capsys.readouterr().err
+    for unknown in ("no such thing at all", "no such thing at all " * 20):
+        assert main(["why", unknown]) == 2
+        assert "Nor is it a message of the guide" in capsys.readouterr().err
 
 
 def test_errors_of_connections_say_where_to_look():
