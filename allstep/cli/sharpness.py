@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from allstep import data
 from allstep.cli import run_folder
+from allstep.cli.output_files import check_writable, writing_errors
 from allstep.cli.rows import make_console, make_table, print_rows
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
@@ -89,6 +90,7 @@ def run(arguments: list[str]) -> int:
     request = Request(**asked)
     recipe = run_folder.data_parallel(run_folder.read_recipe(run_dir, argument="run"))
     run_folder.check_has_checkpoint(run_dir)
+    check_writable("run", run_dir / _file(request))
     check_integer("samples", request.samples, cure="2048 is usual")
     check_sharpness_arguments(request.sigma, request.num_draws, request.max_products)
     recipe.check()
@@ -116,11 +118,16 @@ def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -
         _show_steps(found)
     else:
         _show(*found[0])
-    path = run_dir / (_FILE_OF_ALL if asked.all_checkpoints else _FILE)
+    path = run_dir / _file(asked)
     indent = None if asked.all_checkpoints else 2
     texts = [json.dumps({"step": step, **asdict(m)}, indent=indent) for m, step in found]
-    write_whole(path, "".join(f"{text}\n" for text in texts))
+    with writing_errors(str(path)):
+        write_whole(path, "".join(f"{text}\n" for text in texts))
     print_rows([("file", str(path))])
+
+
+def _file(request: Request) -> str:
+    return _FILE_OF_ALL if request.all_checkpoints else _FILE
 
 
 def _measure(

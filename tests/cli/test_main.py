@@ -258,6 +258,14 @@ def test_a_name_that_is_too_long_for_a_path(said, command):
     assert message.endswith("can't be used (File name too long)")
 
 
+@pytest.mark.parametrize("flags", [[], ["--all-checkpoints"]])
+def test_a_sharpness_that_cannot_be_kept_is_not_measured(said, flags):
+    file = make_run() / ("sharpness.jsonl" if flags else "sharpness.json")
+    file.mkdir()
+    message = said("sharpness", "runs/a", *flags)
+    assert message == f"error: `run` (={file}) can't be written: it is a folder."
+
+
 def test_a_path_that_is_closed(said):
     Path("train.py").touch()
 
