@@ -16,6 +16,7 @@ from allstep.comm import (
 )
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
+from allstep.data.fetch import is_map_style
 from allstep.device import has_streams
 from allstep.errors import UsageError
 from allstep.exchange import attach
@@ -329,7 +330,9 @@ class Run:
         Raises:
             CheckpointError: if it is of another model or other options.
         """
-        check_same(state["options"], self._kept_options())
+        kept = self._kept_options()
+        before = {"num_samples": kept["num_samples"]}  # of a checkpoint that doesn't tell
+        check_same(before | state["options"], kept)
         self._threads.load_state_dict(state["threads"])
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
@@ -367,7 +370,10 @@ class Run:
 
     def _kept_options(self) -> dict[str, Any]:
         stages = [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
-        return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | {"stages": stages}
+        sets = [s.train_set for s in self._stages]
+        num_samples = [len(each) if is_map_style(each) else None for each in sets]  # type: ignore[arg-type]
+        own = {"stages": stages, "num_samples": num_samples}
+        return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | own
 
 
 def _check_divided(model: nn.Module, options: TrainOptions) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 import allstep
 from allstep import Communicator, TrainOptions
 from allstep.errors import CheckpointError, UsageError
+from allstep.train import Checkpoints
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.processes import Workers, run_processes, start_processes
@@ -157,6 +158,27 @@ def test_resume_with_other_options_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"
     ):
         resume_with({"seed": 12}, tmp_path)
+
+
+def test_resume_on_another_training_set_is_refused(tmp_path: Path) -> None:
+    """A position in it would be one in another order."""
+    comm = Communicator.single_process()
+    train(comm, str(tmp_path), {"epochs": 1})
+    task = replace(same_model.make_task("adamw"), train_set=same_model.Images(50))
+    with pytest.raises(CheckpointError, match=r"`num_samples` \(=\[50\]\) differs from the check"):
+        allstep.fit(task, options_for(), comm, tmp_path, resume=True)
+
+
+def test_resume_of_a_checkpoint_that_does_not_tell_its_samples(tmp_path: Path) -> None:
+    comm = Communicator.single_process()
+    train(comm, str(tmp_path), {"epochs": 1})
+    checkpoints = Checkpoints(tmp_path / "checkpoints", comm)
+    found = checkpoints.load_latest()
+    assert found is not None
+    step, state = found
+    del state["options"]["num_samples"]
+    checkpoints.save(step + 1, state)
+    resume_with({}, tmp_path)
 
 
 def test_fit_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
