@@ -53,7 +53,8 @@ def loader(
         seed: start of all random states.
         shuffle: another order in each epoch; by default True, and False for a stream, which
             has its own order.
-        drop_last: skip an epoch's last incomplete global batch.
+        drop_last: skip an epoch's last incomplete global batch; of sharded streams all that follow
+            the first one.
         stream: "replicated" if every worker reads the same stream, which gives the same model
             on any number of workers; "sharded" if each reads a part of its own, of any length.
         shares: which part of a global batch's micro-batches each worker runs, which changes nothing
