@@ -99,8 +99,8 @@ class LoopState:
         for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
             parameters = _parameters(exchange).items()
             there = {name: p.grad for name, p in parameters if p.grad is not None}
-            kept = whole_tensors(exchange.model, there if is_kept else {})
-            found.append(kept if is_kept else dict.fromkeys(there))
+            whole = whole_tensors(exchange.model, there)
+            found.append(whole if is_kept else dict.fromkeys(whole))
         return found
 
     def awaits_update(self, state: Mapping[str, Any]) -> list[bool]:

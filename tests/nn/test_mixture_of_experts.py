@@ -1096,3 +1096,28 @@ def test_a_copy_has_the_same_workers() -> None:
         allstep.attach(other, comm)
 
     run_ranks(2, check)
+
+
+def test_checkpoint_tells_which_experts_have_a_gradient(tmp_path: Path) -> None:
+    """Momentum moves those whose gradient is zero, and none whose gradient is missing."""
+
+    def gradients(comm: Communicator) -> dict[str, bool]:
+        model = Net(comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = allstep.attach(model, comm)
+        loader = allstep.data.loader(
+            samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        )
+        state = {"optimizer": optimizer}
+        with loader, allstep.AutoCheckpoint(tmp_path, loader, exchange, state=state) as checkpoint:
+            for _ in checkpoint.epochs(1):
+                for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                    for data in batch:
+                        batch.backward(loss_of(model, data))
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+        return {name: p.grad is not None for name, p in model.named_parameters()}
+
+    first, resumed = run_ranks(2, gradients), run_ranks(2, gradients)
+    assert first == resumed
+    assert any(".experts." in name and has for name, has in resumed[1].items())
