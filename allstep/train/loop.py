@@ -139,7 +139,7 @@ class Loop:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one that was written."""
+        """The newest one."""
         return self._saver.newest
 
     @property

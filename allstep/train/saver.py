@@ -37,8 +37,7 @@ class Saver:
         agreement: by which the workers agree to stop, and to save; None for a message of its own.
 
     Attributes:
-        newest: the checkpoint that was written last, if any.
-        saved_step: of that, or of the one that was loaded.
+        saved_step: of the checkpoint that was written last, or loaded; None for none.
         interrupted: number of the signal by which all agreed to stop, or None.
     """
 
@@ -59,7 +58,6 @@ class Saver:
             check_integer("every_steps", every_steps)
         if every_s is not None:
             check_positive("every_s", every_s, "give a number of seconds, such as 600.0")
-        self.newest: Path | None = None
         self.saved_step: int | None = None
         self.interrupted: int | None = None
         self._target = target
@@ -186,8 +184,15 @@ class Saver:
             replace: write it in any case.
         """
         if self._checkpoints and (replace or self.saved_step != step):
-            self.newest = self._checkpoints.save(step, self._target.state_dict())
+            self._checkpoints.save(step, self._target.state_dict())
             self.saved_step, self._saved_at_s = step, self._clock()
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint of `saved_step`, if any."""
+        if self._checkpoints is None or self.saved_step is None:
+            return None
+        return self._checkpoints.path(self.saved_step)
 
     @property
     def best_path(self) -> Path:

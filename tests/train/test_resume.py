@@ -147,6 +147,15 @@ def resume_with(changes: dict[str, Any], run_dir: Path) -> None:
     )
 
 
+def test_resume_of_a_run_that_has_ended_reports_its_checkpoint(tmp_path: Path) -> None:
+    comm = Communicator.single_process()
+    paths = []
+    for _ in range(2):
+        task, options = same_model.make_task("adamw"), options_for(epochs=1)
+        paths.append(allstep.fit(task, options, comm, tmp_path, resume="auto").checkpoint)
+    assert paths == 2 * [tmp_path / "checkpoints/step-00000004"]
+
+
 def test_resume_without_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*Train anew, in another"):
         resume_with({}, tmp_path)
