@@ -26,6 +26,7 @@ __all__ = [
     "read_text",
     "split_paragraphs",
     "split_text",
+    "tokens_of",
     "train_tokenizer",
 ]
 
@@ -155,6 +156,21 @@ def encode(tokenizer: str, texts: Sequence[str], vocab_size: int) -> Tensor:
     for text in texts:
         rows += [torch.tensor(encoder.encode(text).ids, dtype=torch.int32), end]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int32)
+
+
+def tokens_of(tokenizer: str) -> list[str]:
+    """The tokens in the order of their numbers, without the two special ones.
+
+    Args:
+        tokenizer: from `train_tokenizer`.
+
+    >>> tokens_of(train_tokenizer(["ab ab ab"], 259))[-1]
+    'ab'
+    """
+    from tokenizers import Tokenizer
+
+    numbers: dict[str, int] = Tokenizer.from_str(tokenizer).get_vocab()
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 class CausalSequences(Dataset[tuple[Tensor, Tensor]]):

@@ -1,7 +1,7 @@
 """What every recipe has: a name, a check, and how the model is optimized or trains itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -270,10 +270,11 @@ class Recipe(_Named, TrainOptions, ABC):
         objective: Objective,
         later_stages: Sequence[allstep.Stage] = (),
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        kept: Mapping[str, str | int] | None = None,
     ) -> Task:
         """The task with the recipe's optimizer and schedule, on `train_share` of the samples.
 
-        `train_set` must have a length.
+        `train_set` must have a length; `kept` is `allstep.Task`'s.
         """
         train_set = self._share_of(train_set)
         later_stages = [
@@ -292,6 +293,7 @@ class Recipe(_Named, TrainOptions, ABC):
             schedule=self.make_schedule(len(train_set), num_second),
             collate_fn=collate_fn,
             later_stages=later_stages,
+            kept=kept or {},
         )
 
     def _share_of(self, train_set: Dataset[Any]) -> Dataset[Any]:

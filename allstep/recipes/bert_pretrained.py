@@ -11,8 +11,10 @@ from allstep.recipes.bert_data import SPECIAL
 from allstep.recipes.bert_files import load_bert
 from allstep.recipes.bert_model import PADDING_TOKEN, BertForPreTraining
 from allstep.recipes.registry import RECIPE_FILE, read_recipe_file
+from allstep.recipes.texts import vocabulary_kept
 
 _CONFIG = "config.json"
+_CURE = "Give its texts as they were, or files of `save_bert`, which need none."
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
         comm: the workers, each of which reads.
 
     Raises:
-        CheckpointError: if a file is missing or damaged.
+        CheckpointError: if a file is missing or damaged, or the texts now give other tokens.
         UsageError: if `path` is neither.
     """
     check_pretrained(path)
@@ -74,7 +76,13 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
     _, state = loaded
     model = BertForPreTraining(recipe.config)
     model.load_state_dict(state["model"])
-    return Pretrained(model, recipe.vocabulary(comm))
+    vocabulary = recipe.vocabulary(comm)
+    own = vocabulary_kept(vocabulary)
+    try:
+        allstep.train.check_same(own | state.get("data", {}), own, _CURE)
+    except allstep.errors.CheckpointError as error:
+        raise allstep.errors.CheckpointError(f"`pretrained` (={path}): {error}") from None
+    return Pretrained(model, vocabulary)
 
 
 def _read_recipe(run_dir: Path) -> Bert:

@@ -19,6 +19,7 @@ from allstep.recipes.labelled_texts import (
     read_classes,
     split_samples,
 )
+from allstep.recipes.texts import vocabulary_kept
 
 _LEAST_SEQUENCE = 3
 
@@ -102,6 +103,7 @@ class FineTune(Recipe):
             LabelledTokens(pretrained.vocabulary, test, self.sequence_length),
             SequenceClassification(majority=Counter(train.labels).most_common(1)[0][0]),
             collate_fn=collate_labelled,
+            kept=vocabulary_kept(pretrained.vocabulary),
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
-from allstep.recipes.texts import TokenRecipe
+from allstep.recipes.texts import TokenRecipe, vocabulary_kept
 from allstep.recipes.token_loss import most_likely, summed_cross_entropy
 from allstep.recipes.transformer import (
     Experts,
@@ -279,7 +279,7 @@ class Text(TokenRecipe):
 
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's texts."""
-        train_tokens, test_tokens = self._tokens(comm)
+        tokenizer, train_tokens, test_tokens = self._tokens(comm)
 
         def make_sets(length: int) -> tuple[Any, Any]:
             return self._sequences(train_tokens, length), self._sequences(test_tokens, length)
@@ -298,6 +298,7 @@ class Text(TokenRecipe):
             partial(allstep.data.text_folder.collate_padded, multiple=self.tensor_parallel)
             if self.samples == "paragraphs"
             else None,
+            vocabulary_kept(allstep.data.text_folder.tokens_of(tokenizer)),
         )
 
     @property
@@ -382,8 +383,8 @@ class Text(TokenRecipe):
             copies=min(self.expert_copies or least, comm.size),
         )
 
-    def _tokens(self, comm: Communicator) -> tuple[Tensor, Tensor]:
-        """The tokens to train on and those held out; the tokenizer is that of rank 0."""
+    def _tokens(self, comm: Communicator) -> tuple[str, Tensor, Tensor]:
+        """Rank 0's tokenizer, the tokens to train on and those held out."""
         reader = allstep.data.text_folder
         train_texts, test_texts = self.read_texts()
         if self.samples == "paragraphs":
@@ -396,7 +397,7 @@ class Text(TokenRecipe):
         test_tokens = reader.encode(tokenizer, test_texts, self.vocab_size)
         self.check_enough(len(train_tokens), "tokens", "to train on")
         self.check_enough(len(test_tokens), "tokens", "held out")
-        return train_tokens, test_tokens
+        return tokenizer, train_tokens, test_tokens
 
     def _sequences(self, tokens: Tensor, sequence_length: int) -> Any:
         reader = allstep.data.text_folder

@@ -1,8 +1,9 @@
 """What recipes on the tokens of a folder of text files share: their texts and a second stage."""
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -11,6 +12,15 @@ from torch.utils.data import Dataset
 import allstep
 from allstep import UsageError
 from allstep.recipes.base import Recipe
+
+
+def vocabulary_kept(tokens: Sequence[str]) -> dict[str, str]:
+    """What a run on these tokens, in the order of their numbers, keeps of them; see `Task.kept`.
+
+    >>> vocabulary_kept(["a", "b"]) == vocabulary_kept(["b", "a"])
+    False
+    """
+    return {"vocabulary": blake2b(repr(list(tokens)).encode(), digest_size=8).hexdigest()}
 
 
 @dataclass(frozen=True, kw_only=True)

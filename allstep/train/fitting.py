@@ -14,12 +14,17 @@ from allstep.train.dtensors import laid_out, lay_out
 _NUM_LISTED = 5
 
 
-def check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares the options that a resumed run must share with its checkpoint.
+def check_same(
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    cure: str = "Resume with the checkpoint's value.",
+) -> None:
+    """Compares what a resumed run must share with its checkpoint.
 
     Args:
         saved: options of the checkpoint, by name.
         wanted: those of this run that must be the same.
+        cure: what to do if they are not.
 
     Raises:
         CheckpointError: naming the first that differs.
@@ -28,7 +33,7 @@ def check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         if saved.get(name) != value:
             raise CheckpointError(
                 f"`{name}` (={value}) differs from the checkpoint's (={saved.get(name)}):"
-                " the run would not be the same. Resume with the checkpoint's value."
+                f" the run would not be the same. {cure}"
             )
 
 

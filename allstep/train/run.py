@@ -304,6 +304,7 @@ class Run:
         optimizer = whole_optimizer(self._model, self._optimizer)
         return {
             "options": self._kept_options(),
+            "data": self._kept_data(),
             "threads": self._threads.state_dict(),
             "model": whole_tensors(self._model, self._model.state_dict()),
             "optimizer": optimizer if is_shared else None,
@@ -328,11 +329,11 @@ class Run:
         """Goes on from what `local_state` gave. All workers call it.
 
         Raises:
-            CheckpointError: if it is of another model or other options.
+            CheckpointError: if it is of another model, other options or other data.
         """
-        kept = self._kept_options()
-        before = {"num_samples": kept["num_samples"]}  # of a checkpoint that doesn't tell
-        check_same(before | state["options"], kept)
+        check_same(state["options"], self._kept_options())
+        data = self._kept_data()
+        check_same(data | state.get("data", {}), data, "Give it the data that it began with.")
         self._threads.load_state_dict(state["threads"])
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
@@ -370,10 +371,13 @@ class Run:
 
     def _kept_options(self) -> dict[str, Any]:
         stages = [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
+        return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | {"stages": stages}
+
+    def _kept_data(self) -> dict[str, Any]:
+        """What is compared if a checkpoint tells it; older ones don't."""
         sets = [s.train_set for s in self._stages]
         num_samples = [len(each) if is_map_style(each) else None for each in sets]  # type: ignore[arg-type]
-        own = {"stages": stages, "num_samples": num_samples}
-        return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | own
+        return {"num_samples": num_samples, **self._task.kept}
 
 
 def _check_divided(model: nn.Module, options: TrainOptions) -> None:

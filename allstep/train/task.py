@@ -1,7 +1,7 @@
 """What a recipe hands to the loop: a model, its data in stages, and what to make of them."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ class Task:
         schedule: `step -> multiplier` of every group's learning rate.
         collate_fn: samples -> micro-batch; torch's default when None.
         later_stages: what comes after `train_set` with the options' batches, in order.
+        kept: name -> what must be as it was where a run is resumed or evaluated, beside the number
+            of samples; a digest of the names that give labels their numbers, say.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class Task:
     schedule: Callable[[int], float] = lambda step: 1.0
     collate_fn: Callable[[list[Any]], Any] | None = None
     later_stages: Sequence[Stage] = ()
+    kept: Mapping[str, str | int] = field(default_factory=dict)
 
     def mean_loss(self, model: nn.Module, micro_batch: Any) -> Tensor:
         """The mean over the micro-batch's samples, or over its tokens, frames or boxes."""

@@ -178,14 +178,26 @@ def test_resume_on_another_training_set_is_refused(tmp_path: Path) -> None:
         allstep.fit(task, options_for(), comm, tmp_path, resume=True)
 
 
-def test_resume_of_a_checkpoint_that_does_not_tell_its_samples(tmp_path: Path) -> None:
+def test_resume_of_a_task_that_says_what_else_must_not_change(tmp_path: Path) -> None:
+    def task(labels: str) -> allstep.Task:
+        return replace(same_model.make_task("adamw"), kept={"labels": labels})
+
+    comm = Communicator.single_process()
+    allstep.fit(task("cat, dog"), options_for(epochs=1), comm, tmp_path)
+    words = r"`labels` \(=dog, cat\) differs from the checkpoint's \(=cat, dog\).*Give it the data"
+    with pytest.raises(CheckpointError, match=words):
+        allstep.fit(task("dog, cat"), options_for(), comm, tmp_path, resume=True)
+    allstep.fit(task("cat, dog"), options_for(), comm, tmp_path, resume=True)
+
+
+def test_resume_of_a_checkpoint_that_does_not_tell_its_data(tmp_path: Path) -> None:
     comm = Communicator.single_process()
     train(comm, str(tmp_path), {"epochs": 1})
     checkpoints = Checkpoints(tmp_path / "checkpoints", comm)
     found = checkpoints.load_latest()
     assert found is not None
     step, state = found
-    del state["options"]["num_samples"]
+    del state["data"]
     checkpoints.save(step + 1, state)
     resume_with({}, tmp_path)
 
