@@ -5,6 +5,7 @@ Plain data are what JSON has: numbers, texts, None, and lists and dicts of such.
 
 import csv
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,19 @@ def write_whole(path: Path, text: str) -> None:
 def write_json(path: Path, plain: Any, indent: int | None = 2) -> None:
     """Writes plain data, whatever else there is as text; readers see all of it or nothing."""
     write_whole(path, json.dumps(plain, indent=indent, default=str) + "\n")
+
+
+def finite(plain: Any) -> Any:
+    """Plain data with None for what JSON has no number for.
+
+    >>> finite({"losses": [0.5, math.nan]})
+    {'losses': [0.5, None]}
+    """
+    if isinstance(plain, dict):
+        return {key: finite(value) for key, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [finite(value) for value in plain]
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
 def read_json(path: Path) -> Any:

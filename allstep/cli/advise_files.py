@@ -8,7 +8,7 @@ from typing import Any
 
 from allstep.cli.advise_output import Advice
 from allstep.cli.output_files import check_plot, check_writable, new_figure, writing_errors
-from allstep.cli.rows import finite
+from allstep.files import finite
 from allstep.plan import Prediction, plain_data
 
 

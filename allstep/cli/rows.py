@@ -1,13 +1,14 @@
 """Where commands print, and labelled values: a table on a terminal, plain lines elsewhere."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from allstep.files import finite
 
 _SIZE_WITHOUT_TERMINAL = (100, 24)
 
@@ -51,16 +52,3 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 def print_json(plain: Any, *, indent: int = 1) -> None:
     """Prints plain data for programs."""
     print(json.dumps(finite(plain), indent=indent, allow_nan=False))
-
-
-def finite(plain: Any) -> Any:
-    """Plain data with None for what JSON has no number for.
-
-    >>> finite({"losses": [0.5, math.nan]})
-    {'losses': [0.5, None]}
-    """
-    if isinstance(plain, dict):
-        return {key: finite(value) for key, value in plain.items()}
-    if isinstance(plain, list | tuple):
-        return [finite(value) for value in plain]
-    return None if isinstance(plain, float) and not math.isfinite(plain) else plain

@@ -19,7 +19,7 @@ from allstep.cli.rows import make_console, make_table, print_rows
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.errors import check_integer
-from allstep.files import write_whole
+from allstep.files import finite, write_whole
 from allstep.recipes import Recipe
 from allstep.train import (
     Checkpoints,
@@ -120,7 +120,7 @@ def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -
         _show(*found[0])
     path = run_dir / _file(asked)
     indent = None if asked.all_checkpoints else 2
-    texts = [json.dumps({"step": step, **asdict(m)}, indent=indent) for m, step in found]
+    texts = [json.dumps(finite({"step": step, **asdict(m)}), indent=indent) for m, step in found]
     with writing_errors(str(path)):
         write_whole(path, "".join(f"{text}\n" for text in texts))
     print_rows([("file", str(path))])

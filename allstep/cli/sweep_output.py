@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from allstep.cli.output_files import can_draw, new_figure, writing_errors
-from allstep.cli.rows import finite, make_console, make_table
+from allstep.cli.rows import make_console, make_table
 from allstep.cli.trainings import Outcome, write_json
-from allstep.files import write_table
+from allstep.files import finite, write_table
 
 _WIDE_RATIO = 8  # of numbers that a logarithmic axis shows better
 
@@ -52,7 +52,8 @@ def show(outcomes: Sequence[Outcome]) -> None:
 
 def _metrics(outcome: Outcome) -> Mapping[str, float]:
     """Of the last evaluation; empty without one."""
-    return {} if outcome.report is None else outcome.report["metrics"]
+    found = {} if outcome.report is None else outcome.report["metrics"]
+    return {name: math.nan if value is None else value for name, value in found.items()}
 
 
 def as_plain(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -132,6 +132,13 @@ def test_sharpness_of_a_run_on_any_workers(
     assert "top eigenvalue: " in shown and "of 192 training samples" in shown
 
 
+def test_a_sharpness_that_is_not_finite_is_json(trained: Path) -> None:
+    request = asdict(Request(samples=16, sigma=1e30, num_draws=2, max_products=2))
+    sharpness_worker(Communicator.single_process(), str(trained), request)
+    text = (trained / "sharpness.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["loss_rise"] is None
+
+
 def test_sharpness_of_all_checkpoints(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     request = Request(samples=64, sigma=0.05, num_draws=2, max_products=3, layers=True)
     sharpness_worker(Communicator.single_process(), str(trained), asdict(request))

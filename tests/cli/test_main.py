@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import socket
 import subprocess
@@ -369,6 +370,14 @@ def test_a_finished_run_is_left_alone(capsys, num_workers):
     assert "runs/a finished at step 60, after 4 epochs" in said
     assert "allstep evaluate runs/a" in said
     assert "allstep train digits --epochs N" in said
+
+
+def test_a_report_of_what_is_not_finite_is_json():
+    run_dir = make_run()
+    report = {"num_steps": 60, "metrics": {"loss": math.nan}, "totals": {"loss": (math.inf, 360)}}
+    run_folder.write_report(run_dir, report)
+    found = json.loads((run_dir / "report.json").read_text(), parse_constant=pytest.fail)
+    assert found == report | {"metrics": {"loss": None}, "totals": {"loss": [None, 360]}}
 
 
 def test_a_run_that_stopped_early_is_finished(capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -223,6 +224,17 @@ def test_the_table_and_its_files(tmp_path, capsys, in_empty_folder):
         rows = list(csv.DictReader(file))
     assert [row["lr"] for row in rows] == [row["lr"] for row in plain["runs"]]
     assert rows[0]["score"] == "0.9" and rows[3]["failure"] == "the disk is full"
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])  # as it is written, and once was
+def test_a_metric_that_is_not_finite(nothing, tmp_path, capsys, in_empty_folder):
+    report = reported(0.5) | {"metrics": {"accuracy": 0.5, "loss": nothing}, "best_value": nothing}
+    found = results(reports=[report] * 4)
+    sweep_output.show(found)
+    assert " nan " in capsys.readouterr().out
+    sweep_output.write_files(tmp_path, found)
+    rows = json.loads((tmp_path / "table.json").read_text(), parse_constant=pytest.fail)["runs"]
+    assert [row["loss"] for row in rows] == [None] * 4
 
 
 def test_no_picture_without_matplotlib(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from allstep.cli.interruptible import interruptible
 from allstep.cli.output_files import check_can_draw, writing_errors
 from allstep.cli.rows import make_console
 from allstep.errors import UsageError
-from allstep.files import write_json
+from allstep.files import finite, write_json
 
 Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
 
@@ -135,4 +135,4 @@ def _keep(
 ) -> None:
     with writing_errors(f"`out` (={out})"):
         draw(panel, out / f"demo_{panel.letter}.png")
-        write_json(out / "demo.json", numbers)
+        write_json(out / "demo.json", finite(numbers))
