@@ -214,7 +214,7 @@ def _training(
         evaluate_every_epochs=epochs,
         checkpoint_every_steps=recipe.checkpoint_every_steps or steps,
     )
-    name = f"train-share={share:g},seed={seed}"
+    name = f"train-share={share:.15g},seed={seed}"  # another one for each amount of samples
     return Training(name, own, folder / name)
 
 

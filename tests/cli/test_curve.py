@@ -182,6 +182,13 @@ def test_mistakes_are_told_before_anything_runs(
     assert not law.asked and not Path("c").exists()
 
 
+def test_shares_that_are_nearly_equal_have_folders_of_their_own() -> None:
+    law, _ = run("--shares", "0.1,0.5,0.5000001")
+    names = {training.run_dir.name for training in law.asked[0]}
+    assert len(names) == len(law.asked[0]) == 9
+    assert {"train-share=0.5,seed=0", "train-share=0.5000001,seed=0"} < names
+
+
 def test_shares_below_the_global_batch_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(LINE, train=Law(0.0)) == 0
     assert "Those on 14 and 43 samples had smaller steps" in capsys.readouterr().out
