@@ -7,7 +7,7 @@ from pathlib import Path
 from allstep.cli import run_folder
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
-from allstep.train import Checkpoints, Run
+from allstep.train import Checkpoints, MeasuredRun, Run
 
 
 def run(arguments: list[str]) -> int:
@@ -40,7 +40,7 @@ def evaluate_worker(comm: Communicator, folder: str, best: bool) -> None:
     shared, run_dir = run_folder.share_run(comm, folder)
     recipe = run_folder.data_parallel(run_folder.with_fitting_shares(shared, comm))
     with closing(Run(recipe.task(comm), recipe, comm)) as trained:
-        Checkpoints(run_dir / "checkpoints", comm).restore(trained, best=best)
+        Checkpoints(run_dir / "checkpoints", comm).restore(MeasuredRun(trained), best=best)
         metrics = trained.evaluate()
         totals = trained.totals
         step = trained.step

@@ -24,6 +24,7 @@ from allstep.recipes import Recipe
 from allstep.train import (
     Checkpoints,
     LayerSharpness,
+    MeasuredRun,
     Progress,
     Run,
     Sharpness,
@@ -135,7 +136,7 @@ def _measure(
 ) -> tuple[Sharpness, int]:
     task = recipe.task(comm)
     with closing(Run(task, recipe, comm)) as trained:
-        Checkpoints(run_dir / "checkpoints", comm).restore(trained, step=at_step)
+        Checkpoints(run_dir / "checkpoints", comm).restore(MeasuredRun(trained), step=at_step)
         trained.exchange.sync_buffers()
         stage, precision, step = trained.stage, trained.precision, trained.step
     # The model is as it was before it was attached now: gradients here are no worker's mean.

@@ -28,6 +28,7 @@ from allstep.train.own_loop import steps
 from allstep.train.precision import Precision as Precision
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
+from allstep.train.run import MeasuredRun as MeasuredRun
 from allstep.train.run import Run
 from allstep.train.run_lock import launcher_has_ended as launcher_has_ended
 from allstep.train.run_lock import launcher_lock as launcher_lock

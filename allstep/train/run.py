@@ -304,7 +304,7 @@ class Run:
         optimizer = whole_optimizer(self._model, self._optimizer)
         return {
             "options": self._kept_options(),
-            "data": self._kept_data(),
+            "data": {"num_samples": self._num_samples(), **self._task.kept},
             "threads": self._threads.state_dict(),
             "model": whole_tensors(self._model, self._model.state_dict()),
             "optimizer": optimizer if is_shared else None,
@@ -331,9 +331,17 @@ class Run:
         Raises:
             CheckpointError: if it is of another model, other options or other data.
         """
+        _check_same_data(state, {"num_samples": self._num_samples()})
+        self.load_trained(state)
+
+    def load_trained(self, state: Mapping[str, Any]) -> None:
+        """`load_state_dict` of what is measured, and does not go on: on any number of samples.
+
+        Raises:
+            CheckpointError: if it is of another model, other options, or what the task keeps.
+        """
         check_same(state["options"], self._kept_options())
-        data = self._kept_data()
-        check_same(data | state.get("data", {}), data, "Give it the data that it began with.")
+        _check_same_data(state, self._task.kept)
         self._threads.load_state_dict(state["threads"])
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
@@ -373,11 +381,28 @@ class Run:
         stages = [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
         return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | {"stages": stages}
 
-    def _kept_data(self) -> dict[str, Any]:
-        """What is compared if a checkpoint tells it; older ones don't."""
+    def _num_samples(self) -> list[int | None]:
+        """Of each stage's training set; None for a stream."""
         sets = [s.train_set for s in self._stages]
-        num_samples = [len(each) if is_map_style(each) else None for each in sets]  # type: ignore[arg-type]
-        return {"num_samples": num_samples, **self._task.kept}
+        return [len(each) if is_map_style(each) else None for each in sets]  # type: ignore[arg-type]
+
+
+class MeasuredRun:
+    """A run as `Checkpoints.restore` takes it, where it is measured and does not go on.
+
+    Args:
+        run: the run, whose training set may have grown since.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.state_dict, self.local_state = run.state_dict, run.local_state
+        self.load_state_dict = run.load_trained
+
+
+def _check_same_data(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares what a checkpoint tells of the data; older ones don't."""
+    saved = {**wanted, **state.get("data", {})}
+    check_same(saved, wanted, "Give it the data that it began with.")
 
 
 def _check_divided(model: nn.Module, options: TrainOptions) -> None:

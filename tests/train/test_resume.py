@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 import allstep
 from allstep import Communicator, TrainOptions
 from allstep.errors import CheckpointError, UsageError
-from allstep.train import Checkpoints
+from allstep.train import Checkpoints, MeasuredRun, Run
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.processes import Workers, run_processes, start_processes
@@ -176,6 +177,9 @@ def test_resume_on_another_training_set_is_refused(tmp_path: Path) -> None:
     task = replace(same_model.make_task("adamw"), train_set=same_model.Images(50))
     with pytest.raises(CheckpointError, match=r"`num_samples` \(=\[50\]\) differs from the check"):
         allstep.fit(task, options_for(), comm, tmp_path, resume=True)
+    with closing(Run(task, options_for(), comm)) as trained:  # which does not go on
+        Checkpoints(tmp_path / "checkpoints", comm).restore(MeasuredRun(trained))
+        assert trained.step == 4 and trained.evaluate()
 
 
 def test_resume_of_a_task_that_says_what_else_must_not_change(tmp_path: Path) -> None:
