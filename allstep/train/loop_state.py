@@ -110,10 +110,11 @@ class LoopState:
 
     def trained(self) -> list[dict[str, bool]]:
         """Name -> whether a parameter is trained, rather than frozen; of each model."""
-        return [
-            {name: p.requires_grad for name, p in exchange.model.named_parameters()}
-            for exchange in self.exchanges
-        ]
+        found = []
+        for model in (exchange.model for exchange in self.exchanges):
+            own = {name: p.requires_grad for name, p in model.named_parameters()}
+            found.append(whole_tensors(model, own))
+        return found
 
     def part_states(self) -> dict[str, Any]:
         """Name -> state dict of each part."""
@@ -245,10 +246,7 @@ def _parameters(exchange: Exchange) -> dict[str, nn.Parameter]:
 
 
 def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:
-    """Has a model train what it trained when the state was taken.
-
-    Parameters that rank 0, which wrote it, has not stay as they are.
-    """
+    """Has a model train what it trained when the state was taken."""
     changed = []
     for name, p in exchange.model.named_parameters():
         is_trained = trained.get(name, p.requires_grad)

@@ -1,6 +1,7 @@
 """Experts on several workers are the layer of one: its gradients, its drops, its training."""
 
 import copy
+import itertools
 import math
 import shutil
 from collections.abc import Callable
@@ -1121,3 +1122,28 @@ def test_checkpoint_tells_which_experts_have_a_gradient(tmp_path: Path) -> None:
     first, resumed = run_ranks(2, gradients), run_ranks(2, gradients)
     assert first == resumed
     assert any(".experts." in name and has for name, has in resumed[1].items())
+
+
+def test_checkpoint_tells_which_experts_are_frozen(tmp_path: Path) -> None:
+    """Also of a worker that is not rank 0; they stay so on any other number of workers."""
+
+    def frozen(comm: Communicator, *numbers: int) -> list[str]:
+        model = make_layer(comm)
+        for number in (str(number) for number in numbers):
+            if number in model.experts:
+                model.experts[number].requires_grad_(False)
+        exchange = allstep.attach(model, comm)
+        loader = allstep.data.loader(
+            samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        )
+        with loader, allstep.AutoCheckpoint(tmp_path, loader, exchange, state={}) as checkpoint:
+            for _ in checkpoint.epochs(1):
+                for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                    for x, _ in batch:
+                        batch.backward(model(x)[0].mean())
+        return [name for name, p in model.named_parameters() if not p.requires_grad]
+
+    first = run_ranks(2, lambda comm: frozen(comm, 1, E - 1))
+    resumed = run_ranks(3, frozen)
+    assert [len(names) for names in first] == [4, 4]
+    assert sorted(itertools.chain(*resumed)) == sorted(itertools.chain(*first))
