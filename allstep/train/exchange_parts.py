@@ -25,14 +25,23 @@ def gather_exchange(exchange: Exchange) -> State | None:
     return {"parts": [found for found in gathered if found is not None]}
 
 
-def own_exchange(exchange: Exchange, state: State) -> State:
+def own_exchange(exchange: Exchange, state: State, trained: Mapping[str, bool]) -> State:
     """What this worker's exchange goes on from: its own, or any of the same parameters.
 
     Where a model was cut otherwise, names are the same; bucket sizes, and the grid of exact sums,
     follow what they see. Where its stages lay otherwise there is what is known by names.
+
+    Args:
+        exchange: that goes on.
+        state: what `gather_exchange` gave.
+        trained: name -> whether a parameter was trained then, if it may be otherwise now.
     """
     parts: list[State] = state.get("parts", [state])
-    own = set(exchange.trained)
+    own = {
+        name
+        for name, _ in exchange.model.named_parameters()
+        if trained.get(name, name in exchange.trained) and name not in exchange.divided
+    }
     same = [part for part in parts if own == set(chain.from_iterable(part.get("buckets") or ()))]
     if own and same:  # what FSDP2 sums is in no bucket
         copy_workers = next((shard.comm for shard in exchange.shards.values()), None)

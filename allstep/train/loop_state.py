@@ -145,8 +145,10 @@ class LoopState:
             kept = {name: x for name, x in stored.items() if x is not None}
             gradients.append(dict.fromkeys(stored) | local_tensors(exchange.model, kept))
         exchanges = [
-            own_exchange(exchange, stored)
-            for exchange, stored in zip(self.exchanges, state["exchanges"], strict=False)
+            own_exchange(exchange, stored, trained)
+            for exchange, stored, trained in zip(
+                self.exchanges, state["exchanges"], state["trained"], strict=False
+            )
         ]
         return {
             **state,

@@ -322,7 +322,7 @@ class Run:
             **state,
             "model": local_model(self._model, state["model"]),
             "optimizer": local_optimizer(self._model, self._optimizer, state["optimizer"]),
-            "exchange": own_exchange(self.exchange, state["exchange"]),
+            "exchange": own_exchange(self.exchange, state["exchange"], {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

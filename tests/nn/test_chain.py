@@ -160,8 +160,12 @@ def train_attached(
     run_dir: Path | None,
     num_epochs: int = 2,
     policy: allstep.ExchangePolicy | None = None,
+    frozen_first: str = "",
 ) -> dict[str, Tensor]:
-    """Two copies where the ranks suffice; clipped by the norm of the whole model."""
+    """Two copies where the ranks suffice; clipped by the norm of the whole model.
+
+    A part may be frozen in the first epoch.
+    """
     num_ranks = max(places) + 1
     mesh = comm.mesh(data=comm.size // num_ranks, model=num_ranks)
     options = {"inputs": ("x", "y0"), "outputs": ("y", "z"), "seeded": seeded_thread}
@@ -171,7 +175,9 @@ def train_attached(
     loader = allstep.data.loader(SAMPLES, mesh["data"], global_batch=6, micro_batch=2)
     state = {"optimizer": optimizer}
     with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
-        for _ in checkpoint.epochs(num_epochs):
+        for epoch in checkpoint.epochs(num_epochs):
+            if frozen_first in chain.parts:
+                chain.parts[frozen_first].requires_grad_(epoch > 0)
             for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
                 for x, y0 in batch:
                     found, delegate = chain(x=x, y0=y0)
@@ -199,6 +205,19 @@ def test_chain_goes_on_wherever_its_parts_lie(size, places, tmp_path, thread_gen
     lives(3, (2, 0, 1), tmp_path, 1)
     assert largest_difference(lives(size, places, tmp_path), whole) < 1e-10
     assert largest_difference(lives(1, (0, 0, 0), None, 1), whole) > 1e-3
+
+
+def test_chain_goes_on_with_errors_of_what_was_trained(tmp_path, thread_generators):  # noqa: F811
+    """A format's error feedback is of the parts that were not frozen when the life ended."""
+
+    def life(run_dir: Path, num_epochs: int) -> dict[str, Tensor]:
+        policy = allstep.Synchronous(compression="powersgd", bucket_bytes=256)
+        options = ((1, 0, 1), run_dir, num_epochs, policy, "encoder")
+        return merged(run_ranks(4, lambda comm: train_attached(comm, *options)))
+
+    whole = life(tmp_path / "whole", 2)
+    life(tmp_path / "lives", 1)
+    assert not differing_names(life(tmp_path / "lives", 2), whole)
 
 
 @pytest.mark.parametrize("places", [(0, 0, 0), (1, 0, 1)])
