@@ -122,9 +122,11 @@ class LoopState:
 
     def _part_state(self, name: str) -> Any:
         part, model = self.parts[name], self._model_of[name]
-        if model is None or not isinstance(part, Optimizer):
+        if model is None:
             return part.state_dict()
-        return whole_optimizer(model, part)
+        if isinstance(part, Optimizer):
+            return whole_optimizer(model, part)
+        return whole_tensors(model, part.state_dict())
 
     def exchange_states(self) -> list[dict[str, Any] | None]:
         """What is exchanged late, and how; on rank 0."""
@@ -137,8 +139,12 @@ class LoopState:
         parts = dict(state["state"])
         for name, model in self._model_of.items():
             part = self.parts[name]
-            if model is not None and isinstance(part, Optimizer) and name in parts:
+            if model is None or name not in parts:
+                continue
+            if isinstance(part, Optimizer):
                 parts[name] = local_optimizer(model, part, parts[name])
+            else:
+                parts[name] = local_model(model, parts[name])
         own = zip(self.exchanges, state["gradients"] or (), strict=False)
         gradients = []
         for exchange, stored in own:
@@ -188,6 +194,8 @@ class LoopState:
                 load_optimizer_state(part, state["state"][name])
                 # In an earlier life; torch's schedulers warn if their step comes first.
                 part._opt_called = True  # type: ignore[attr-defined]
+            elif (model := self._model_of[name]) is not None:
+                load_model_state(model, state["state"][name])
             else:
                 part.load_state_dict(state["state"][name])
         if "loader" in state:
@@ -311,7 +319,9 @@ def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
 
 
 def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -> nn.Module | None:
-    """The divided model that an optimizer updates, if any."""
+    """The divided model that an optimizer updates, or that a part is, as an average; if any."""
+    if isinstance(part, nn.Module) and _is_divided(part):
+        return part
     if not isinstance(part, Optimizer):
         return None
     updated = {id(p) for group in part.param_groups for p in group["params"]}

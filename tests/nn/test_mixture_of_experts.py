@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
@@ -1147,3 +1148,39 @@ def test_checkpoint_tells_which_experts_are_frozen(tmp_path: Path) -> None:
     resumed = run_ranks(3, frozen)
     assert [len(names) for names in first] == [4, 4]
     assert sorted(itertools.chain(*resumed)) == sorted(itertools.chain(*first))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_average_of_a_model_goes_on_on_other_workers(
+    size: int,
+    tmp_path: Path,
+    thread_generators: Any,  # noqa: F811
+) -> None:
+    """From a checkpoint of two, which has the average of all experts."""
+
+    def train(comm: Communicator, run_dir: Path, num_epochs: int) -> dict[str, Tensor]:
+        model = Net(comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = allstep.attach(model, comm)
+        average = AveragedModel(model)
+        loader = allstep.data.loader(
+            samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        )
+        state = {"optimizer": optimizer, "average": average}
+        with loader, allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
+            for _ in checkpoint.epochs(num_epochs):
+                for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                    for data in batch:
+                        batch.backward(loss_of(model, data))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    exchange.sync_buffers()
+                    average.update_parameters(model)
+        return {name: x.detach() for name, x in average.state_dict().items()}
+
+    def lives(size: int, name: str, num_epochs: int) -> dict[str, Tensor]:
+        return merged(run_ranks(size, lambda comm: train(comm, tmp_path / name, num_epochs)))
+
+    whole = lives(1, "whole", 2)
+    lives(2, "lives", 1)
+    assert largest_difference(lives(size, "lives", 2), whole) < 1e-10
