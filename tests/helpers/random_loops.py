@@ -381,15 +381,29 @@ def differences(seed: int, folder: Path) -> list[str]:
         seed: of the loop.
         folder: for checkpoints.
     """
-    loop, model = _draw(seed)
+    return differences_of(*_draw(seed), folder)
+
+
+def differences_of(
+    loop: Loop, model: RandomModel, folder: Path, life: type[Life] = Life
+) -> list[str]:
+    """`differences` of what has been drawn already.
+
+    Args:
+        loop: the loop.
+        model: as it is at the very beginning.
+        folder: for checkpoints.
+        life: of a worker.
+    """
     alone = replace(loop, lives=((loop.lives[-1][0], 1),), crash_at=None)
-    expected, (whole,) = _run(alone, model, folder / "alone")
-    losses, ranks = _run(loop, model, folder / "workers")
+    expected, (whole,) = _run(alone, model, folder / "alone", life)
+    losses, ranks = _run(loop, model, folder / "workers", life)
     parted = {name for rank in ranks for name in differing_names(ranks[0], rank)}
     is_exact = loop.policy == "exact"
     numbers = [(f"loss {n}", torch.tensor(losses[n]), torch.tensor(expected[n])) for n in losses]
-    numbers += [(name, x, whole[name]) for name, x in ranks[0].items()]
+    numbers += [(name, x, whole[name]) for name, x in ranks[0].items() if name in whole]
     wrong = [name for name, x, y in numbers if not _is_same(x, y, is_exact=is_exact)]
+    wrong += sorted(whole.keys() ^ ranks[0].keys())
     return [*(f"{name} between ranks" for name in sorted(parted)), *wrong]
 
 
@@ -419,7 +433,7 @@ def _draw(seed: int) -> tuple[Loop, RandomModel]:
 
 
 def _run(
-    loop: Loop, model: RandomModel, run_dir: Path
+    loop: Loop, model: RandomModel, run_dir: Path, life: type[Life] = Life
 ) -> tuple[dict[float, float], list[dict[str, Tensor]]]:
     """Losses by step, evaluations half a step later; and each rank's end of the last life."""
     losses: dict[float, float] = {}
@@ -427,9 +441,9 @@ def _run(
     for number, (num_epochs, num_workers) in enumerate(loop.lives):
         if number == len(loop.lives) - 1 and loop.crash_at is not None:
             with suppress(CrashError):
-                _live(loop, model, run_dir, num_epochs, num_workers, loop.crash_at)
+                _live(loop, model, run_dir, num_epochs, num_workers, life, loop.crash_at)
             num_workers = loop.workers_after_crash
-        found = _live(loop, model, run_dir, num_epochs, num_workers)
+        found = _live(loop, model, run_dir, num_epochs, num_workers, life)
         losses |= found[0][0]
         ranks = [end for _, end in found]
     return losses, ranks
@@ -441,10 +455,11 @@ def _live(
     run_dir: Path,
     num_epochs: int,
     num_workers: int,
+    kind: type[Life],
     crash_at: int | None = None,
 ) -> list[tuple[dict[float, float], dict[str, Tensor]]]:
     def work(comm: Communicator) -> tuple[dict[float, float], dict[str, Tensor]]:
-        life = Life(loop, model, comm, {**POLICIES, **BY_NUM_WORKERS}[loop.policy])
+        life = kind(loop, model, comm, {**POLICIES, **BY_NUM_WORKERS}[loop.policy])
         end = life.train(run_dir, num_epochs, crash_at)
         return life.losses, end
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import random_experts
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.random_loops import changes_by_interruption, differences, loop_of
 from tests.helpers.simulation.random_training import RandomTraining
@@ -43,6 +44,30 @@ def test_some_random_loops(first: int, in_float64: None, tmp_path: Path) -> None
 @pytest.mark.parametrize("first", range(1000, 3000, 100))
 def test_many_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
     check(first, 100, tmp_path)
+
+
+def check_experts(first: int, num_seeds: int, folder: Path) -> None:
+    """Of which each worker has others."""
+    for seed in range(first, first + num_seeds):
+        loop = random_experts.loop_of(seed)
+        assert random_experts.differences(seed, folder / str(seed)) == [], f"seed {seed}: {loop}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_loop_with_experts(seed: int, in_float64: None, tmp_path: Path) -> None:
+    check_experts(seed, 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 160, 20))
+def test_some_random_loops_with_experts(first: int, in_float64: None, tmp_path: Path) -> None:
+    check_experts(first, 20, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1000, 2000, 50))
+def test_many_random_loops_with_experts(first: int, in_float64: None, tmp_path: Path) -> None:
+    check_experts(first, 50, tmp_path)
 
 
 def check_interrupted(first: int, num_seeds: int, folder: Path) -> None:
