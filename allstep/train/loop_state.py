@@ -27,6 +27,7 @@ from allstep.train.divided import (
     whole_optimizer,
     whole_tensors,
 )
+from allstep.train.dtensors import laid_out
 from allstep.train.exchange_parts import gather_exchange, own_exchange
 from allstep.train.fitting import check_same, load_model_state, load_optimizer_state
 
@@ -209,7 +210,11 @@ class LoopState:
             for name, gradient in stored.items():
                 p = parameters.get(name)
                 if p is not None:  # which other workers have of a divided model
-                    p.grad = torch.zeros_like(p) if gradient is None else gradient.to(p.device)
+                    p.grad = (
+                        torch.zeros_like(p)
+                        if gradient is None
+                        else laid_out(gradient.to(p.device), p)
+                    )
 
     def position(self) -> dict[str, Any]:
         """Where loader and exchanges are, as every worker knows by itself."""

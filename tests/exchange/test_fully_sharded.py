@@ -69,6 +69,7 @@ def train(
     run_dir: Path | None = None,
     num_epochs: int = 2,
     global_batch: int = GLOBAL_BATCH,
+    updates_every: int = 1,
     spoil: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Parameters, statistics and losses, with uneven micro-batches, dropout and clipping."""
@@ -93,6 +94,8 @@ def train(
                     batch.backward(2 * loss, weight=2 * len(y))
                 else:
                     batch.backward(F.cross_entropy(model(x), y))
+            if (batch.step + 1) % updates_every:
+                continue
             norm = float(exchange.clip_grad_norm_(0.3))
             optimizer.step()
             optimizer.zero_grad()
@@ -181,6 +184,19 @@ def test_fully_sharded_checkpoint_resumes_on_other_workers(
         later = {name: undisturbed[name] for name in found}
         assert len(later) < len(undisturbed)
         assert_same(found, later)
+
+
+def train_by_two(comm: Communicator, run_dir: Path, num_epochs: int) -> dict[str, Tensor]:
+    """An update of two global batches; an epoch has three."""
+    options: dict[str, Any] = {"run_dir": run_dir, "num_epochs": num_epochs, "updates_every": 2}
+    return train(comm, is_sharded=comm.size > 1, **options)
+
+
+def test_gradients_that_wait_for_more_go_on_on_other_workers(tmp_path: Path) -> None:
+    [undisturbed] = run_processes(1, train_by_two, tmp_path / "undisturbed", 2)
+    run_processes(2, train_by_two, tmp_path / "run", 1)
+    for found in run_processes(3, train_by_two, tmp_path / "run", 2):
+        assert_same(found, {name: undisturbed[name] for name in found})
 
 
 # -- compiled ----------------------------------------------------------------------------------
