@@ -146,18 +146,19 @@ class MeshAnswer:
 
 def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
     """Prints a row for each mesh, what drops out, and what to do."""
+    advice = found.advice  # whose errors come before any output
     console = make_console()
     words = assumptions(found.cluster, found.job, found.lent_speed, "copy")
     console.print(words, style="dim", markup=False)
     console.print(_table(found))
-    for mesh, reason in found.advice.left_out.items():
+    for mesh, reason in advice.left_out.items():
         console.print(f"left out: {mesh}: {reason}", markup=False)
-    choice = found.advice.choice
+    choice = advice.choice
     if with_timeline and choice is not None:
         *lanes, key = timeline(choice.prediction.report.timeline, console.width)
         console.print("\n".join(["", *lanes]), markup=False, soft_wrap=True)
         console.print(key, style="dim")
-    console.print(f"\n[bold]advice:[/] {escape(found.advice.sentence)}")
+    console.print(f"\n[bold]advice:[/] {escape(advice.sentence)}")
     if choice is not None:
         mesh = choice.prediction.mesh
         axes = replace(mesh, shard=1)

@@ -240,6 +240,12 @@ def test_bad_input_is_one_clear_message(refuse_advice, arguments, message):
     assert message in refuse_advice(*arguments)
 
 
+def test_too_few_parameters_are_told_before_any_output(capsys):
+    arguments = ("--params", "1M", *BARE[2:], *BLOCKS, "--mesh", "data=2")
+    assert main(["advise", *arguments]) == 2
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
