@@ -5,6 +5,7 @@ worker's last state, twice a second, and by rank 0's log, every `--log-every-ste
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +130,8 @@ def _lines(run_dir: Path, states: Sequence[WorkerState]) -> list[dict[str, float
         read = read_metrics(run_dir, last_bytes=_TAIL_BYTES)
     except (UsageError, OSError):  # there is none yet
         return []
-    lines = [line for line in read if {"time", "epoch"} <= line.keys()]
+    places = ("time", "epoch")
+    lines = [line for line in read if all(math.isfinite(line.get(x, math.nan)) for x in places)]
     if not states or states[0].step is None:
         return lines
     start_s, step = states[0].start_s, states[0].step
@@ -164,7 +166,7 @@ def _micro_batches(lines: Sequence[dict[str, float]]) -> list[int]:
     """Those of the newest line that tells of steps."""
     newest = next((line for line in reversed(lines) if "loss" in line), {})
     counts: list[int] = []
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(KeyError, ValueError, OverflowError):  # none more, or no number
         while True:
             counts.append(int(newest[f"micro_batches/rank_{len(counts)}"]))
     return counts

@@ -278,6 +278,18 @@ def test_a_loss_that_is_not_finite_is_json_all_the_same(tmp_path, printed, watch
     assert "loss nan ▁?" in printed(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["epoch", "time", "micro_batches/rank_0"])
+def test_a_place_in_the_run_that_is_not_finite(tmp_path, printed, watched, name):
+    """As a script may write it, or a file that was damaged."""
+    leave(tmp_path, state(0), state(1))
+    for number in (float("nan"), float("inf")):
+        last = line(2, 1.0, time.time()) | {name: number}
+        log(tmp_path, line(1, 2.0, time.time()), last)
+        assert watched(tmp_path)["epoch"] == 1
+        assert "epoch 2/4" in printed(tmp_path)
+    assert watched(tmp_path)["micro_batches"] == []
+
+
 def test_a_terminal_without_pictures_gets_none(tmp_path):
     leave(tmp_path, state(0), state(1))
     log(tmp_path, line(1, 2.0, 1.0), line(2, 1.0, 2.0))
