@@ -139,6 +139,13 @@ class TestCommand:
         Path("taken").touch()
         assert "`out` (=taken/in) can't be written" in refuse("--out", "taken/in")
 
+    @pytest.mark.parametrize("name", ["demo_a.png", "demo.json"])
+    def test_a_file_that_is_a_folder(self, refuse, name):
+        """Before anything is measured."""
+        (Path("out") / name).mkdir(parents=True)
+        message = refuse("--panel", "a", "--out", "out", measure=pytest.fail)
+        assert message == f"error: `out` (=out/{name}) can't be written: it is a folder.\n"
+
     def test_a_folder_that_becomes_unwritable(self, refuse):
         def fail(panel: Panel, path: Path) -> None:
             raise OSError(28, "No space left on device")

@@ -14,7 +14,7 @@ from allstep.cli.demo.draw import draw
 from allstep.cli.demo.panel import Panel
 from allstep.cli.demo.show import render
 from allstep.cli.interruptible import interruptible
-from allstep.cli.output_files import check_can_draw, writing_errors
+from allstep.cli.output_files import check_can_draw, check_writable, writing_errors
 from allstep.cli.rows import make_console
 from allstep.errors import UsageError
 from allstep.files import finite, write_json
@@ -24,6 +24,7 @@ Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
 _PANELS = {"a": "large_batch", "b": "same_model", "c": "slow_wire", "d": "scaling"}
 _DIGITS = {"a", "b", "d"}
 _MOST_SEEDS = 20
+_NUMBERS = "demo.json"
 
 
 def run(
@@ -46,6 +47,8 @@ def run(
     if known.out is not None:
         check_can_draw("out")
         _make_folder(known.out)
+        for file in (_NUMBERS, *map(_picture, letters)):
+            check_writable("out", known.out / file)
     with interruptible():
         return _run_panels(letters, known.seeds, known.out, measure or measure_panel, draw)
 
@@ -78,6 +81,10 @@ def _read_panels(text: str) -> list[str]:
         if letter not in _PANELS:
             raise UsageError(f"`panel` (={text}) must name panels a to d, such as `--panel a,c`.")
     return sorted(set(letters))
+
+
+def _picture(letter: str) -> str:
+    return f"demo_{letter}.png"
 
 
 def _make_folder(folder: Path) -> None:
@@ -134,5 +141,5 @@ def _keep(
     panel: Panel, numbers: dict[str, Any], out: Path, draw: Callable[[Panel, Path], None]
 ) -> None:
     with writing_errors(f"`out` (={out})"):
-        draw(panel, out / f"demo_{panel.letter}.png")
-        write_json(out / "demo.json", finite(numbers))
+        draw(panel, out / _picture(panel.letter))
+        write_json(out / _NUMBERS, finite(numbers))
