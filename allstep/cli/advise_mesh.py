@@ -28,6 +28,7 @@ from allstep.plan import (
     recommend_mesh,
     seconds_text,
     timeline,
+    times_text,
 )
 
 _AXES = ("data", "pipeline", "tensor", "shard")
@@ -186,7 +187,7 @@ def _table(found: MeshAnswer) -> Table:
             f"{option.memory.total_gib:,.3g}",
             f"{p.samples_per_s:,.3g}",
             f"{p.samples_per_s * found.transformer.sequence_length:,.3g}",
-            f"{p.speed_up:.2f}x",
+            times_text(p.speed_up),
             style="bold" if is_choice else None,
         )
     return table

@@ -21,6 +21,7 @@ from allstep.plan import (
     recommend,
     seconds_text,
     timeline,
+    times_text,
     work_s,
 )
 
@@ -224,7 +225,7 @@ def _beside(advice: Advice) -> Table:
             seconds_text(step_s),
             seconds_text(measured_s),
             f"{step_s / measured_s - 1:+.0%}",
-            f"{speed:.2f}x",
+            times_text(speed),
             advice.label(p),
         )
     return table
@@ -237,8 +238,8 @@ def _to_target(advice: Advice, target: Target) -> Table:
         table.add_row(
             f"{p.num_workers:,}",
             f"{p.global_batch:,}",
-            f"{target.samples(p.global_batch) / target.samples(p.single_worker_batch):.2f}x",
-            f"{target.speed_up(p):.1f}x",
+            times_text(target.samples(p.global_batch) / target.samples(p.single_worker_batch)),
+            times_text(target.speed_up(p), 1),
             advice.label(p),
         )
     return table

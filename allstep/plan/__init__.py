@@ -3,7 +3,7 @@
 from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
 from allstep.plan.cluster import Cluster
 from allstep.plan.cluster_files import preset_names, read_cluster
-from allstep.plan.describe import chart, plain_data, seconds_text, timeline
+from allstep.plan.describe import chart, plain_data, seconds_text, timeline, times_text
 from allstep.plan.fit import Fit, Timing, fit_link
 from allstep.plan.growth import Growth
 from allstep.plan.learning_curve import (
@@ -78,5 +78,6 @@ __all__ = [
     "seconds_text",
     "simulate",
     "timeline",
+    "times_text",
     "work_s",
 ]

@@ -31,6 +31,23 @@ def seconds_text(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
+def times_text(ratio: float, decimals: int = 2) -> str:
+    """A ratio with so many decimals, or two digits where these would be zeros.
+
+    Args:
+        ratio: the number.
+        decimals: after the point.
+
+    Returns:
+        The text, such as "1.85x".
+
+    >>> times_text(1234.5), times_text(0.97, 1), times_text(0.00123), times_text(0.0)
+    ('1,234.50x', '1.0x', '0.0012x', '0.00x')
+    """
+    is_small = 0 < ratio < 10**-decimals
+    return f"{ratio:.2g}x" if is_small else f"{ratio:,.{decimals}f}x"
+
+
 def plain_data(prediction: Prediction) -> dict[str, Any]:
     """All numbers of a prediction, for JSON.
 

@@ -14,7 +14,7 @@ from functools import partial
 from allstep.errors import UsageError, check_positive
 from allstep.plan.bottlenecks import largest_bottleneck
 from allstep.plan.cluster import Cluster
-from allstep.plan.describe import seconds_text
+from allstep.plan.describe import seconds_text, times_text
 from allstep.plan.memory import Memory, memory_of
 from allstep.plan.mesh import MeshSpec
 from allstep.plan.policies import PolicySpec
@@ -154,14 +154,14 @@ def _one_worker(prediction: Prediction, target: Target | None) -> str:
     reason = largest_bottleneck(prediction, target).reason
     return (
         f"stay on one worker, on which the model fits: {prediction.mesh} comes to"
-        f" {gain_of(prediction, target):,.2f}x its speed, as {reason}."
+        f" {times_text(gain_of(prediction, target))} its speed, as {reason}."
     )
 
 
 def _do(choice: MeshOption, fitting: Sequence[MeshOption], target: Target | None) -> str:
     p, bottleneck = choice.prediction, largest_bottleneck(choice.prediction, target)
     sentences = [
-        f"{p.mesh}: {gain_of(p, target):,.2f}x one worker, {p.efficiency:.0%} efficient;"
+        f"{p.mesh}: {times_text(gain_of(p, target))} one worker, {p.efficiency:.0%} efficient;"
         f" workers wait in {p.waiting_share:.0%} of a step, and need"
         f" {choice.memory.total_gib:,.3g} GiB each."
     ]
@@ -172,5 +172,5 @@ def _do(choice: MeshOption, fitting: Sequence[MeshOption], target: Target | None
     others = [option for option in fitting if option is not choice]
     if others:
         ratio = gain_of(p, target) / gain_of(others[0].prediction, target)
-        sentences.append(f"{others[0].prediction.mesh} takes {ratio:.2f}x as long.")
+        sentences.append(f"{others[0].prediction.mesh} takes {times_text(ratio)} as long.")
     return " ".join(sentences)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from allstep.errors import check_not_negative
 from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.bottlenecks import growing_bottleneck, largest_bottleneck
-from allstep.plan.describe import seconds_text
+from allstep.plan.describe import seconds_text, times_text
 from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.price import work_s
 from allstep.plan.time_to_target import Target
@@ -168,11 +168,11 @@ def _do(choice: Prediction, target: Target | None) -> str:
     if choice.global_batch != choice.single_worker_batch:
         batch = f"; the batch grows from {choice.single_worker_batch:,} to {choice.global_batch:,}"
     if target is None:
-        gain = f"{choice.speed_up:,.1f}x one worker, {choice.efficiency:.0%} efficient"
+        gain = f"{times_text(choice.speed_up, 1)} one worker, {choice.efficiency:.0%} efficient"
     else:
         gain = (
-            f"{target.speed_up(choice):,.1f}x one worker on the way to the target,"
-            f" {choice.speed_up:,.1f}x in samples per second"
+            f"{times_text(target.speed_up(choice), 1)} one worker on the way to the target,"
+            f" {times_text(choice.speed_up, 1)} in samples per second"
         )
     return f"{workers}: {gain}{batch}. The exchange costs no accuracy."
 
@@ -204,7 +204,7 @@ def _instead_of(choice: Prediction, predictions: Sequence[Prediction]) -> str:
     share, gain = simplest.report.exchange_share, simplest.report.step_s / choice.report.step_s
     return (
         f"With {simplest.policy.name} the exchange takes {share:.0%} of a step; this is"
-        f" {gain:.2f}x as fast."
+        f" {times_text(gain)} as fast."
     )
 
 
@@ -216,7 +216,7 @@ def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None
     bottleneck = growing_bottleneck(choice, following, target)
     return (
         f"More workers don't pay: {following.num_workers:,} would be"
-        f" {gain_of(following, target):,.1f}x one worker with {following.policy.name}, as"
+        f" {times_text(gain_of(following, target), 1)} one worker with {following.policy.name}, as"
         f" {bottleneck.reason}."
     )
 
@@ -229,8 +229,8 @@ def _no_gain(best: Sequence[Prediction], target: Target | None) -> str:
     way = "" if target is None else " on the way to the target"
     return (
         f"stay on one worker: {fastest.num_workers:,} workers with {fastest.policy.name}, the best"
-        f" that costs no accuracy, come to {gain_of(fastest, target):,.2f}x the speed of one{way}:"
-        f" {bottleneck.reason}. What would help: {bottleneck.cure}."
+        f" that costs no accuracy, come to {times_text(gain_of(fastest, target))} the speed of"
+        f" one{way}: {bottleneck.reason}. What would help: {bottleneck.cure}."
     )
 
 
@@ -250,7 +250,7 @@ def _bring_and_cost(
 ) -> str:
     """A lossy policy against the recommendation."""
     gain = gain_of(lossy, target)
-    against = "" if choice is None else f", {gain / gain_of(choice, target):.2f}x the above"
+    against = "" if choice is None else f", {times_text(gain / gain_of(choice, target))} the above"
     duration = work_s(lossy, target)
     whole = "" if duration is None else f", {seconds_text(duration)} for the whole training"
     cost = accuracy.cost(lossy.policy)
@@ -259,7 +259,7 @@ def _bring_and_cost(
     else:
         price = f"It lost {cost} points of accuracy on {accuracy.task}."
     return (
-        f"{lossy.num_workers:,} workers with {lossy.policy.name} would be {gain:,.1f}x one"
+        f"{lossy.num_workers:,} workers with {lossy.policy.name} would be {times_text(gain, 1)} one"
         f" worker{against}{whole}. {price}"
     )
 
@@ -291,5 +291,6 @@ def _temptation(
         price = f"for {cost} points"
     gain = gain_of(most, target)
     return (
-        f"On {most.num_workers:,} workers {most.policy.name} would come to {gain:,.1f}x, {price}."
+        f"On {most.num_workers:,} workers {most.policy.name} would come to"
+        f" {times_text(gain, 1)}, {price}."
     )

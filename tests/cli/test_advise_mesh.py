@@ -240,6 +240,14 @@ def test_bad_input_is_one_clear_message(refuse_advice, arguments, message):
     assert message in refuse_advice(*arguments)
 
 
+def test_a_ratio_that_two_decimals_would_hide(say):
+    text, _ = say(
+        "--params", "355M", "--step-ms", "1", "--link", "1mbit", *BLOCKS, "--mesh", "data=2"
+    )
+    assert "0.00x" not in text
+    assert "comes to 1.7e-07x its speed" in text
+
+
 def test_too_few_parameters_are_told_before_any_output(capsys):
     arguments = ("--params", "1M", *BARE[2:], *BLOCKS, "--mesh", "data=2")
     assert main(["advise", *arguments]) == 2
