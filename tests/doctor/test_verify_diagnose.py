@@ -7,7 +7,7 @@ import pytest
 
 from allstep.doctor import RunRecord, WorkerRecord, diagnose
 from allstep.doctor.verify.causes import option_causes
-from allstep.doctor.verify.gradients import gradient_causes
+from allstep.doctor.verify.gradients import batch_causes, gradient_causes
 from allstep.errors import UsageError
 from tests.doctor.trainings import options, steps_with
 
@@ -110,6 +110,31 @@ def test_gradient_causes_with_samples_along_the_second_dimension(shapes, gradien
     """As `nn.LSTM` takes them: seven steps of time, sixteen samples."""
     found = gradient_causes(inputs([[7, 16, 3]], [1.0]), inputs(shapes, gradients), 0)
     assert [cause.name for cause in found] == causes
+
+
+def samples_of(*steps: list[list[int]]) -> RunRecord:
+    """Of each worker in each step."""
+    few = steps_with([1.0]).first.steps[0]
+    workers = [WorkerRecord(rank=rank) for rank in range(len(steps[0]))]
+    for worker in workers:
+        worker.steps = [
+            replace(few, samples=step[worker.rank], input_shapes=[[len(step[worker.rank]), 3]])
+            for step in steps
+        ]
+    return RunRecord(workers)
+
+
+@pytest.mark.parametrize(
+    ("second_worker", "words"),
+    [([5, 6], "an order of its own?"), ([93, 94], "or a generator of random numbers, of its own?")],
+)
+def test_other_batches_may_be_other_noise_in_the_same_samples(second_worker, words):
+    """Samples that no step of the other run had need not be of an order."""
+    one = samples_of([[1, 2, 3, 4]], [[5, 6, 7, 8]])
+    other = samples_of([[1, 2], second_worker], [[5, 6], [7, 8]])
+    (cause,) = batch_causes(one, other, 0)
+    assert cause.name == "other batches"
+    assert cause.evidence.endswith(words)
 
 
 def growing(first: float, growth: float, num_steps: int = 6) -> RunRecord:

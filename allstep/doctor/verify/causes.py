@@ -43,7 +43,8 @@ _CURES = {
     " `allstep.data.loader`, or a DistributedSampler; random numbers of a step come from (seed,"
     " step, sample)",
     "other batches": "take each global batch from one order of the samples that doesn't depend on"
-    " the workers; `allstep.data.loader` does",
+    " the workers, and draw noise in a sample by the global generators of torch, numpy and Python:"
+    " `allstep.data.loader` sees to the order, and seeds these for each sample",
     "wrong part": "load of each whole parameter the part of this worker's place on the axis",
     "sum missing": "sum the gradient over the axis: parameters that are whole on workers which"
     " share a copy go through `allstep.nn.replicated`, or the layers through"

@@ -216,10 +216,12 @@ def batch_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     known = set().union(*(one.all_samples(k) for k in range(one.num_steps)))
     are_known = _samples_are_known(one, other, step)
     is_chosen = any(are_known) and None not in are_known  # a change would be of any worker's
-    if not is_chosen and not known >= set(theirs):
+    are_all_known = known >= set(theirs)
+    if not is_chosen and not are_all_known:
         return []
     common = f"{(mine & theirs).total()} of {theirs.total()} samples of step {step}"
-    evidence = f"only {common} are those on {one}: does each worker have an order of its own?"
+    own = "an order" if are_all_known else "an order, or a generator of random numbers,"
+    evidence = f"only {common} are those on {one}: does each worker have {own} of its own?"
     return [Cause("other batches", evidence)]
 
 
