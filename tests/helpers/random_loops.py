@@ -165,9 +165,11 @@ class Loop:
         )
         return replace(loop, workers_after_crash=1 + loop.lives[-1][1] % 4)
 
-    def by_num_workers(self, seed: int) -> "Loop":
+    def by_num_workers(self, seed: int, model: RandomModel) -> "Loop":
         """With a policy whose outcome depends on the number of workers, and always as many."""
         policy = random.Random(seed).choice(list(BY_NUM_WORKERS))
+        if policy == "local" and model.leaves_out_layers:
+            policy = "stale int8"  # a momentum that only some workers have is no mean
         num_workers = self.lives[-1][1]
         loop = replace(
             self,
@@ -414,8 +416,7 @@ def changes_by_interruption(seed: int, folder: Path) -> list[str]:
         seed: of the loop.
         folder: for checkpoints.
     """
-    loop, model = _draw(seed)
-    loop = loop.by_num_workers(seed)
+    loop, model = draw_by_num_workers(seed)
     whole = replace(loop, lives=loop.lives[-1:], crash_at=None)
     expected_losses, expected = _run(whole, model, folder / "whole")
     losses, ranks = _run(loop, model, folder / "lives")
@@ -423,6 +424,12 @@ def changes_by_interruption(seed: int, folder: Path) -> list[str]:
     for rank, (found, same) in enumerate(zip(ranks, expected, strict=True)):
         wrong += [f"{name} of rank {rank}" for name in differing_names(found, same)]
     return wrong
+
+
+def draw_by_num_workers(seed: int) -> tuple[Loop, RandomModel]:
+    """The loop and the model of `changes_by_interruption`."""
+    loop, model = _draw(seed)
+    return loop.by_num_workers(seed, model), model
 
 
 def _draw(seed: int) -> tuple[Loop, RandomModel]:

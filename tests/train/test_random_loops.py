@@ -9,7 +9,12 @@ import torch
 
 from tests.helpers import random_experts
 from tests.helpers.generators import thread_generators  # noqa: F401
-from tests.helpers.random_loops import changes_by_interruption, differences, loop_of
+from tests.helpers.random_loops import (
+    changes_by_interruption,
+    differences,
+    draw_by_num_workers,
+    loop_of,
+)
 from tests.helpers.simulation.random_training import RandomTraining
 from tests.helpers.simulation.seeds import one_core
 
@@ -73,7 +78,7 @@ def test_many_random_loops_with_experts(first: int, in_float64: None, tmp_path: 
 def check_interrupted(first: int, num_seeds: int, folder: Path) -> None:
     """What a policy holds back of gradients goes on with the training."""
     for seed in range(first, first + num_seeds):
-        loop = loop_of(seed).by_num_workers(seed)
+        loop, _ = draw_by_num_workers(seed)
         assert changes_by_interruption(seed, folder / str(seed)) == [], f"seed {seed}: {loop}"
 
 
