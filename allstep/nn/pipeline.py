@@ -298,7 +298,8 @@ class Pipeline(nn.Module):
             for numbers in portions:
                 self._run_one_by_one(numbers)
             return
-        keys = [self._key_of(numbers) for numbers in portions]
+        trained = self._trained()
+        keys = [(trained, *self._key_of(numbers)) for numbers in portions]
         is_new = [key not in self._schedules for key in keys]
         copies = self._copies_in_step
         if copies is not None:  # a new schedule calls stages once more
@@ -324,7 +325,17 @@ class Pipeline(nn.Module):
         for p, gradient in held:
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
-    def _key_of(self, numbers: list[int]) -> Hashable:
+    def _trained(self) -> Hashable:
+        """Tells which parameters of all workers are trained: which stages gradients flow between.
+
+        A schedule finds that out when it is made, and layers may be frozen or thawed later.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        own = tuple(p.requires_grad for p in self.stages.parameters())
+        return tuple(self._comm.all_gather_object(hash(own)))
+
+    def _key_of(self, numbers: list[int]) -> tuple[Hashable, ...]:
         """What the schedule depends on by which these go through the stages."""
         return len(numbers), self._micro_batches.shapes(numbers[0]), torch.is_grad_enabled()
 

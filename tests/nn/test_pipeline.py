@@ -244,6 +244,26 @@ def test_stages_on_several_workers_are_the_same_model(
             assert_same(found, expected[name])
 
 
+def thawed(comm: Communicator) -> Trained:
+    """The first two stages, all that rank 0 of two has, are frozen in five of ten steps."""
+    model, data = pipeline(comm, 1)
+
+    def run(batch: Batch) -> None:
+        batch.run(model)
+        for stage in (model.stages[number] for number in "01" if number in model.stages):
+            stage.requires_grad_(batch.step % 10 >= 5)
+
+    return train(model, data, run)
+
+
+@pytest.mark.process
+def test_stages_that_are_frozen_and_thawed() -> None:
+    """Gradients flow to them when they are trained, and else don't."""
+    expected = thawed(Communicator.single_process())
+    for found in run_processes(2, thawed, timeout_s=240):
+        assert_same(found, expected)
+
+
 def test_controls(expected: dict[str, Trained]) -> None:
     """Stages that draw the same, and micro-batches that count the same, are other models."""
     for spoilt in ("seeds", "weights"):
