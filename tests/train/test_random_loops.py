@@ -58,15 +58,15 @@ def check_experts(first: int, num_seeds: int, folder: Path) -> None:
         assert random_experts.differences(seed, folder / str(seed)) == [], f"seed {seed}: {loop}"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_loop_with_experts(seed: int, in_float64: None, tmp_path: Path) -> None:
     check_experts(seed, 1, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 160, 20))
+@pytest.mark.parametrize("first", range(100, 130, 10))
 def test_some_random_loops_with_experts(first: int, in_float64: None, tmp_path: Path) -> None:
-    check_experts(first, 20, tmp_path)
+    check_experts(first, 10, tmp_path)
 
 
 @pytest.mark.long
@@ -88,9 +88,9 @@ def test_interrupted_loop(seed: int, in_float64: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 140, 20))
+@pytest.mark.parametrize("first", range(100, 130, 10))
 def test_some_interrupted_loops(first: int, in_float64: None, tmp_path: Path) -> None:
-    check_interrupted(first, 20, tmp_path)
+    check_interrupted(first, 10, tmp_path)
 
 
 @pytest.mark.long
