@@ -259,9 +259,12 @@ class ParameterAveraging:
         }
 
     def _frozen(self) -> dict[str, nn.Parameter]:
-        """What was trained in an earlier round."""
-        names = self._once_trained - self._parameters().keys()
-        return {name: p for name, p in self._model.named_parameters() if name in names}
+        """What was trained in an earlier round alone."""
+        names = self._once_trained - self._in_round
+        if not names:  # as nearly always
+            return {}
+        parameters = self._model.named_parameters()
+        return {name: p for name, p in parameters if name in names and not p.requires_grad}
 
     def _moved_anywhere(self) -> dict[str, nn.Parameter]:
         """Frozen parameters that an optimizer has moved, as torch's do where `p.grad` is left."""
