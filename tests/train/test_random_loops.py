@@ -1,7 +1,7 @@
 """Loops of a user's own, drawn by a seed: the same on any number of workers, and in any lives."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,74 +29,53 @@ def in_float64(thread_generators: None) -> Iterator[None]:  # noqa: F811
     torch.set_default_dtype(torch.float32)
 
 
-def check(first: int, num_seeds: int, folder: Path) -> None:
+KINDS: dict[str, tuple[Callable[[int], object], Callable[[int, Path], list[str]]]] = {
+    "any workers": (loop_of, differences),
+    "experts": (random_experts.loop_of, random_experts.differences),
+    "interrupted": (lambda seed: draw_by_num_workers(seed)[0], changes_by_interruption),
+}
+
+
+def seeds_of(step: int, **ends: range) -> list[tuple[str, int]]:
+    """The first of each so many seeds, of each kind."""
+    return [
+        (kind.replace("_", " "), first) for kind, all_ in ends.items() for first in all_[::step]
+    ]
+
+
+def check(kind: str, first: int, num_seeds: int, folder: Path) -> None:
+    loop_of_seed, differences_of_seed = KINDS[kind]
     for seed in range(first, first + num_seeds):
-        assert differences(seed, folder / str(seed)) == [], f"seed {seed}: {loop_of(seed)}"
+        found = differences_of_seed(seed, folder / str(seed))
+        assert found == [], f"seed {seed}: {loop_of_seed(seed)}"
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_loop(seed: int, in_float64: None, tmp_path: Path) -> None:
-    check(seed, 1, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    seeds_of(1, any_workers=range(8), experts=range(4), interrupted=range(8)),
+)
+def test_random_loop(kind: str, seed: int, in_float64: None, tmp_path: Path) -> None:
+    check(kind, seed, 1, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 180, 20))
-def test_some_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
-    check(first, 20, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    seeds_of(10, any_workers=range(100, 180), experts=range(100, 130), interrupted=range(100, 130)),
+)
+def test_some_random_loops(kind: str, first: int, in_float64: None, tmp_path: Path) -> None:
+    check(kind, first, 10, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(1000, 3000, 100))
-def test_many_random_loops(first: int, in_float64: None, tmp_path: Path) -> None:
-    check(first, 100, tmp_path)
-
-
-def check_experts(first: int, num_seeds: int, folder: Path) -> None:
-    """Of which each worker has others."""
-    for seed in range(first, first + num_seeds):
-        loop = random_experts.loop_of(seed)
-        assert random_experts.differences(seed, folder / str(seed)) == [], f"seed {seed}: {loop}"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_loop_with_experts(seed: int, in_float64: None, tmp_path: Path) -> None:
-    check_experts(seed, 1, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 130, 10))
-def test_some_random_loops_with_experts(first: int, in_float64: None, tmp_path: Path) -> None:
-    check_experts(first, 10, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(1000, 2000, 50))
-def test_many_random_loops_with_experts(first: int, in_float64: None, tmp_path: Path) -> None:
-    check_experts(first, 50, tmp_path)
-
-
-def check_interrupted(first: int, num_seeds: int, folder: Path) -> None:
-    """What a policy holds back of gradients goes on with the training."""
-    for seed in range(first, first + num_seeds):
-        loop, _ = draw_by_num_workers(seed)
-        assert changes_by_interruption(seed, folder / str(seed)) == [], f"seed {seed}: {loop}"
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_interrupted_loop(seed: int, in_float64: None, tmp_path: Path) -> None:
-    check_interrupted(seed, 1, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 130, 10))
-def test_some_interrupted_loops(first: int, in_float64: None, tmp_path: Path) -> None:
-    check_interrupted(first, 10, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(1000, 3000, 100))
-def test_many_interrupted_loops(first: int, in_float64: None, tmp_path: Path) -> None:
-    check_interrupted(first, 100, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    seeds_of(
+        50, any_workers=range(1000, 3000), experts=range(1000, 2000), interrupted=range(1000, 3000)
+    ),
+)
+def test_many_random_loops(kind: str, first: int, in_float64: None, tmp_path: Path) -> None:
+    check(kind, first, 50, tmp_path)
 
 
 def check_elastic(first: int, num_seeds: int) -> None:
