@@ -77,9 +77,8 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
     model = BertForPreTraining(recipe.config)
     model.load_state_dict(state["model"])
     vocabulary = recipe.vocabulary(comm)
-    own = vocabulary_kept(vocabulary)
     try:
-        allstep.train.check_same(own | state.get("data", {}), own, _CURE)
+        allstep.train.check_same_data(state, vocabulary_kept(vocabulary), _CURE)
     except allstep.errors.CheckpointError as error:
         raise allstep.errors.CheckpointError(f"`pretrained` (={path}): {error}") from None
     return Pretrained(model, vocabulary)

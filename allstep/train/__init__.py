@@ -17,6 +17,7 @@ from allstep.train.failures import REPORTED as REPORTED
 from allstep.train.failures import run_worker as run_worker
 from allstep.train.fit import fit
 from allstep.train.fitting import check_same
+from allstep.train.fitting import check_same_data as check_same_data
 from allstep.train.layer_sharpness import LayerSharpness
 from allstep.train.layer_sharpness import density as density
 from allstep.train.layer_sharpness import rank_correlation as rank_correlation

@@ -37,6 +37,24 @@ def check_same(
             )
 
 
+def check_same_data(
+    state: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    cure: str = "Give it the data that it began with.",
+) -> None:
+    """Compares what a checkpoint of a `Run` tells of its data; older ones tell less.
+
+    Args:
+        state: the checkpoint.
+        wanted: what must be the same, by name.
+        cure: what to do if it is not.
+
+    Raises:
+        CheckpointError: naming the first that differs.
+    """
+    check_same({**wanted, **state.get("data", {})}, wanted, cure)
+
+
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Loads parameters and buffers; nothing is changed if any of them doesn't fit.
 

@@ -27,7 +27,12 @@ from allstep.train.divided import local_model, local_optimizer, whole_optimizer,
 from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
 from allstep.train.exchange_parts import gather_exchange, own_exchange
-from allstep.train.fitting import check_same, load_model_state, load_optimizer_state
+from allstep.train.fitting import (
+    check_same,
+    check_same_data,
+    load_model_state,
+    load_optimizer_state,
+)
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.own_loop import steps
@@ -331,7 +336,7 @@ class Run:
         Raises:
             CheckpointError: if it is of another model, other options or other data.
         """
-        _check_same_data(state, {"num_samples": self._num_samples()})
+        check_same_data(state, {"num_samples": self._num_samples()})
         self.load_trained(state)
 
     def load_trained(self, state: Mapping[str, Any]) -> None:
@@ -341,7 +346,7 @@ class Run:
             CheckpointError: if it is of another model, other options, or what the task keeps.
         """
         check_same(state["options"], self._kept_options())
-        _check_same_data(state, self._task.kept)
+        check_same_data(state, self._task.kept)
         self._threads.load_state_dict(state["threads"])
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
@@ -397,12 +402,6 @@ class MeasuredRun:
     def __init__(self, run: Run) -> None:
         self.state_dict, self.local_state = run.state_dict, run.local_state
         self.load_state_dict = run.load_trained
-
-
-def _check_same_data(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares what a checkpoint tells of the data; older ones don't."""
-    saved = {**wanted, **state.get("data", {})}
-    check_same(saved, wanted, "Give it the data that it began with.")
 
 
 def _check_divided(model: nn.Module, options: TrainOptions) -> None:
