@@ -299,7 +299,8 @@ class Pipeline(nn.Module):
                 self._run_one_by_one(numbers)
             return
         trained = self._trained()
-        keys = [(trained, *self._key_of(numbers)) for numbers in portions]
+        shapes = self._micro_batches.shapes
+        keys = [(trained, len(numbers), shapes(numbers[0])) for numbers in portions]
         is_new = [key not in self._schedules for key in keys]
         copies = self._copies_in_step
         if copies is not None:  # a new schedule calls stages once more
@@ -326,18 +327,15 @@ class Pipeline(nn.Module):
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
     def _trained(self) -> Hashable:
-        """Tells which parameters of all workers are trained: which stages gradients flow between.
+        """Tells which parameters of all workers are trained; None without gradients.
 
-        A schedule finds that out when it is made, and layers may be frozen or thawed later.
+        A schedule finds out when it is made between which stages gradients flow, and layers may be
+        frozen or thawed later.
         """
         if not torch.is_grad_enabled():
             return None
         own = tuple(p.requires_grad for p in self.stages.parameters())
         return tuple(self._comm.all_gather_object(hash(own)))
-
-    def _key_of(self, numbers: list[int]) -> tuple[Hashable, ...]:
-        """What the schedule depends on by which these go through the stages."""
-        return len(numbers), self._micro_batches.shapes(numbers[0]), torch.is_grad_enabled()
 
     def _run_one_by_one(self, numbers: list[int]) -> None:
         stages = self._stages(self._parts[0], has_fixed_shapes=False)
