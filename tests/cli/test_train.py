@@ -230,7 +230,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_or_after_its_last_ste
     (tmp_path / "run" / "report.json").unlink()
     again = Command(tmp_path, "train", "--resume", "run").to_the_end()
     labels = [line.partition(": ")[0] for line in again.splitlines()]
-    assert labels == ["accuracy", "loss", "run", "next"]
+    assert labels == ["accuracy", "loss", "checkpoint", "run", "next"]
     assert again.splitlines()[0] == output.splitlines()[1]
     assert "next: the run is done; too few steps were left" in again
 
