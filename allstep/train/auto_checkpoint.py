@@ -19,31 +19,31 @@ from allstep.train.stop import Interrupts
 
 
 class AutoCheckpoint:
-    """Makes a loop over `steps` one that is started again and goes on as if it had not stopped.
+    """Lets a loop over `steps` be stopped, started again, and continue as if it had never stopped.
 
-    While entered, it holds the folder against other processes, and SIGINT and SIGTERM end the
-    loop after the current step with a checkpoint. When it is entered, it loads the newest
-    checkpoint that is whole, if there is one; on any number of workers. All workers make the same
-    calls; only rank 0 touches the disk.
+    On entry it loads the newest complete checkpoint, if there is one, on any number of workers.
+    While entered, it locks the folder against other processes, and SIGINT or SIGTERM ends the loop
+    after the current step with a checkpoint. All workers make the same calls; only rank 0 touches
+    the disk.
 
-    Stored are the models of `exchanges`, which of their parameters are frozen, what is exchanged
-    late, `state`, the position in the data and the number of the epoch. Random states follow from
-    the loader's seed and these: those in which a micro-batch is run (see `steps`), and one for each
-    epoch, in which the code around the steps is run.
+    A checkpoint holds the models of `exchanges`, which of their parameters are frozen, gradients
+    that are exchanged late, `state`, the position in the data and the number of the epoch. Random
+    states follow from these and the loader's seed: one for each micro-batch (see `steps`), and one
+    for each epoch, for the code around the steps.
 
     Args:
-        run_dir: the folder; made if missing. With None, as of an option that was not given, the
-            loop is the same, signals end it after a step, and nothing is kept.
+        run_dir: the checkpoints' folder; made if missing. With None, as from an option that was not
+            given, the loop is the same and signals end it after a step, but nothing is saved.
         loader: from `allstep.data.loader`.
-        exchanges: from `allstep.attach`, as `steps` gets them.
-        state: name -> what else the next step depends on, by its `state_dict` and
-            `load_state_dict`: the optimizers, schedulers of rates, a GradScaler.
+        exchanges: from `allstep.attach`, the same that `steps` is given.
+        state: name -> object with `state_dict` and `load_state_dict` that the next step also
+            depends on: optimizers, learning-rate schedulers, a GradScaler.
         every_steps: steps between two checkpoints.
         every_s: seconds between two checkpoints, by rank 0's clock; both may be given. With
-            neither there is one after the last step of each epoch, and again when the code around
-            the steps has been run. After the very last step there is always one.
-        keep: how many of the newest checkpoints stay.
-        clock: seconds that pass.
+            neither, a checkpoint is written after the last step of each epoch, and again when the
+            code around the steps has run. The very last step is always followed by one.
+        keep: number of newest checkpoints that are kept.
+        clock: returns the time in seconds.
 
     Raises:
         UsageError: if an argument is of a wrong kind or out of range.
@@ -137,20 +137,20 @@ class AutoCheckpoint:
         self._entered.__exit__(error_type, error, trace)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The epochs that are still to come, the one that was begun first; none after a signal.
+        """The remaining epochs, beginning with one that was left unfinished; none after a signal.
 
-        Each belongs to one loop over `steps`. What follows that loop in the epoch is run again if
-        the newest checkpoint is of before.
+        Each epoch holds one loop over `steps`. Code that follows this loop in the epoch's body runs
+        again if the newest checkpoint was written before it.
 
         Args:
-            num_epochs: of the whole training, those of earlier lives included.
+            num_epochs: epochs of the whole training, including those before a restart.
 
         Yields:
-            Epochs before this one, over all lives.
+            The epoch's number, counted from 0 over all restarts.
 
         Raises:
             UsageError: outside of `with`, or if `num_epochs` is not positive.
-            DisagreementError: if it differs between workers.
+            DisagreementError: if `num_epochs` differs between workers.
         """
         check_integer("num_epochs", num_epochs)
         if self._entered is None or self._num_epochs is not None:
@@ -168,7 +168,7 @@ class AutoCheckpoint:
                     self._end_epoch(num_epochs)
 
     def _end_epoch(self, num_epochs: int) -> None:
-        """A signal may have come since the last step."""
+        """Ends an epoch; a signal may have come since its last step."""
         self._epoch += 1
         self._is_over = self._was_over = False
         self._data_epoch = self._loader.epoch
@@ -179,7 +179,7 @@ class AutoCheckpoint:
             self._saver.save(self._loader.step, replace=not is_last)
 
     def begin_steps(self, loader: object, exchanges: tuple[Exchange, ...]) -> bool:
-        """Called by `steps`, at an epoch's first; whether there are any left to be made."""
+        """Called by `steps` before an epoch's first step; whether any steps are left."""
         self._state.check_given("checkpoint", loader, exchanges)
         if self._num_epochs is None:
             raise UsageError(
@@ -193,13 +193,13 @@ class AutoCheckpoint:
         return not was_over
 
     def after_step(self) -> bool:
-        """Called by `steps`, after each; saves if it is time to, returns whether to stop."""
+        """Called by `steps` after each step; saves if one is due, returns whether to stop."""
         self._state.refuse_left_out()
         self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
         return self._saver.after_step(self._loader.step)
 
     def end_steps(self) -> None:
-        """Called by `steps`, after an epoch's last, or the one that a signal made the last."""
+        """Called by `steps` after the epoch's last step, or the step at which a signal ended it."""
         is_due = self._saver.drain()
         self._is_over = self._is_over or self.interrupted is None
         assert self._num_epochs is not None
@@ -226,14 +226,14 @@ class AutoCheckpoint:
         }
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this worker loads of what `state_dict` gave. All workers call it."""
+        """The part of a `state_dict` that this worker loads. All workers call it."""
         return self._state.local(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `local_state` gave. All workers call it.
+        """Continues from what `local_state` returned. All workers call it.
 
         Raises:
-            CheckpointError: if it is of other data, another policy, model or optimizer.
+            CheckpointError: if it was saved with other data, another policy, model or optimizer.
         """
         self._state.load_state_dict(state)
         self._awaits_update = self._state.awaits_update(state)

@@ -32,7 +32,7 @@ _MOST_PASSES = 4  # backward passes through a model in a micro-batch, where ther
 
 
 def seed_update(seed: int, step: int, device: torch.device, num_passes: int = 0) -> None:
-    """Sets the random state in which a step's update is made, whoever has run which micro-batch."""
+    """Sets the random state of a step's update, whichever micro-batches this worker has run."""
     seed_all(derive_seed(seed, _UPDATE, step, num_passes), device)
 
 
@@ -45,8 +45,8 @@ class Batch:
         num_samples: samples of the whole global batch, over all workers.
         micro_batch: the micro-batch that is being processed, or None outside of the loop.
         data_wait_s: seconds spent waiting for data so far.
-        attempt: how often the loop over its micro-batches has begun before, as a worker was lost;
-            0 but with `elastic`. What it has summed up by itself is to begin anew then.
+        attempt: how often the loop over its micro-batches was begun before and repeated because a
+            worker was lost; always 0 without `elastic`. Reset your own sums when it is positive.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Batch:
     ) -> None:
         self.attempt = 0
         self._elastic = elastic
-        self._lost: BaseException | None = None  # of a worker, in this pass
+        self._lost: BaseException | None = None  # the error that told of a lost worker in this pass
         self._sums: Tensor | None = None  # of all workers' losses and weights, with `elastic`
         self.step = batch.step
         self.epoch = batch.epoch
@@ -107,7 +107,7 @@ class Batch:
         self._is_open = False
 
     def _passes(self, elastic: Elastic) -> Iterator[Any]:
-        """One after the other, until no worker is lost. [Note: elastic loops]"""
+        """Repeats the micro-batches until no worker is lost meanwhile. [Note: elastic loops]"""
         while self._sums is None:
             try:
                 if (cut := elastic.begin_pass()) is not None:
@@ -180,24 +180,24 @@ class Batch:
         Args:
             loss: scalar; the mean over the micro-batch's samples, or with `weight` the sum over
                 its tokens, frames or boxes.
-            weight: how many these are, 0 or more; for every micro-batch of the global batch, or
-                for none. A tensor on a GPU makes the host wait. Where all weights are 0 the
-                gradient is NaN, as the mean over nothing.
-            scaler: by whose scale the gradient is multiplied. `scaler.scale(loss)` does that, too,
-                but then `global_loss` is of scaled losses.
-            exchange: False leaves the exchange to the end of the loop over the batch, so that
-                gradients can be looked at before, by `exchange.local_gradients()`, or changed in
+            weight: number of these tokens, frames or boxes, 0 or more; given for every micro-batch
+                of the global batch or for none. A tensor on a GPU makes the host wait. If all
+                weights are 0 the gradient is NaN, as the mean over nothing.
+            scaler: multiplies the gradient by its scale. `scaler.scale(loss)` does so, too, but
+                then `global_loss` is the mean of scaled losses.
+            exchange: False delays the exchange to the end of the loop over the batch, so that
+                gradients can be read before it, by `exchange.local_gradients()`, or changed in
                 `p.grad`; exact sums refuse a change.
 
         Raises:
             UsageError: outside of the loop over the batch; for a second loss of the last
-                micro-batch with a single exchange, or of any with `weight`; if only some
-                micro-batches have a weight: on the worker that has both, or on all of them.
+                micro-batch with a single exchange, or of any micro-batch with `weight`; if only
+                some micro-batches have a weight: on the worker that has both, or on all workers.
         """
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise UsageError("`backward` belongs inside the loop over the batch's micro-batches.")
-        if self._lost is not None:  # all will be run again
+        if self._lost is not None:  # all micro-batches will be run again
             return
         if self._exchanged:
             raise UsageError(
@@ -226,15 +226,15 @@ class Batch:
         *,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Takes all micro-batches through a pipeline and back, in place of the loop over them.
+        """Runs forward and backward of all micro-batches in a pipeline, in place of the loop.
 
         Args:
-            model: what the exchange is of.
-            prepare: micro-batch -> what goes through.
-            scaler: by whose scale gradients are multiplied, as if each loss were.
+            model: the model that the exchange is attached to.
+            prepare: micro-batch -> input of the pipeline.
+            scaler: multiplies the gradients by its scale, as if each loss were scaled.
 
         Raises:
-            UsageError: if there are several exchanges, or one of another model.
+            UsageError: if there are several exchanges, or one that is attached to another model.
         """
         exchange = self._exchanges[0]
         if len(self._exchanges) > 1 or exchange.model is not model:
@@ -258,16 +258,17 @@ class Batch:
                         begin_backward=exchange.begin_micro_batch,
                     )
                 for loss, value in zip(losses, found, strict=True):
-                    loss.copy_(value)  # which was taken before it was known
+                    loss.copy_(value)  # `_take` was given the tensor before its value was known
                 self._gradients.note()
 
     def global_loss(self) -> float:
         """The mean loss over the global batch, the same on every worker. Collective.
 
-        For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
-        what `backward` was given, weighed as its gradients are (of sums, over the sum of weights),
-        also where it was given them on the workers of a chain's parts. Of arrays in windows it is
-        what the windows of this place give. Call it after the loop over the batch, on every worker.
+        Use it for a log, `ReduceLROnPlateau` or the closure of LBFGS. The losses that `backward`
+        was given are weighed as their gradients are (sums are divided by the sum of weights), also
+        those that the workers of a chain's parts were given. For arrays that are divided in windows
+        it is the loss of this worker's window. Call it after the loop over the batch, on every
+        worker.
         """
         sums = self._sums
         if sums is None:
@@ -277,7 +278,7 @@ class Batch:
         return mean_of(sums)
 
     def _workers_of_chains(self) -> Iterable[Communicator]:
-        """Along the axes of the models' chains, some of whose workers have no loss."""
+        """The workers along the axes of the models' chains, some of whom have no loss."""
         divided = (x.model for x in self._exchanges if x.workers_with_other_parts)
         chains = (m for model in divided for m in model.modules() if isinstance(m, Chain))
         return dict.fromkeys(chain.parts.comm for chain in chains)
@@ -285,12 +286,12 @@ class Batch:
     def local_sums(self) -> Tensor:
         """Digits of this worker's part of the losses and of their weights, [2, digits].
 
-        They are weighed as `global_loss` weighs them; means have no weights.
+        Weighed as in `global_loss`; losses that are means have no weights.
         """
         return self._losses.local_sums(self._device)[:2]
 
     def check_finished(self) -> None:
-        """Raises if the loop over the micro-batches was left before its end; none may follow."""
+        """Raises if the loop over the micro-batches was left early; closes the batch."""
         self._is_over = True
         if self._is_open:
             raise UsageError(
@@ -300,12 +301,12 @@ class Batch:
 
     @property
     def gradient_share(self) -> float:
-        """How much of `p.grad`, before the exchange, the micro-batch's mean gradient is."""
+        """The factor of the micro-batch's mean gradient in `p.grad` before the exchange."""
         assert self.micro_batch is not None
         return self._losses.gradient_share
 
     def _take(self, loss: Tensor, weight: float | Tensor | None) -> float:
-        """Counts the micro-batch's loss in; returns its factor in the gradients."""
+        """Adds the micro-batch's loss to the sums; returns the factor of its gradients."""
         if weight is not None and self._losses.is_kind_open:
             self._gradients.refuse_earlier(self.step)
         return self._losses.add(loss, None if weight is None else float(weight))
@@ -320,7 +321,7 @@ class Batch:
         except LOST as error:
             if self._elastic is None:
                 raise
-            self._lost = error  # for the loop over the batch, not for the user's code
+            self._lost = error  # raised by the loop over the batch, not in the user's code
         self._exchanged = True
 
     @property
@@ -329,7 +330,7 @@ class Batch:
         return len(self._exchanges) == 1 and not self._exchanges[0].is_fully_sharded
 
     def _serve_others(self) -> None:
-        """Has this worker's experts at work where others have more micro-batches."""
+        """Runs this worker's experts for others that have more micro-batches."""
         for exchange in self._exchanges:
             model, num = exchange.model, self._num_local_micro_batches
             begin = exchange.begin_micro_batch
@@ -347,7 +348,7 @@ class Batch:
         self._exchanged = True
 
     def _fetch(self) -> Iterator[MicroBatch]:
-        """The micro-batches in order, timed; kept for another pass if asked for."""
+        """The micro-batches in order, timed; kept for another pass if `replay` is set."""
         if self._num_passes and self._kept is not None:
             yield from self._kept
             return
@@ -369,12 +370,12 @@ class Batch:
 
     @property
     def times(self) -> WorkerTimes:
-        """Where this worker's time went so far."""
+        """This worker's time so far, by what it was spent on."""
         return WorkerTimes(self.data_wait_s, self._compute_s, self._exchange_wait_s, self._num_run)
 
     @contextmanager
     def _timing(self) -> Iterator[None]:
-        """Around one micro-batch, whose exchange is no compute."""
+        """Times one micro-batch; waiting for the exchange does not count as compute."""
         start_s, waited_s = self._clock(), self._waited_s
         yield
         wait_s = self._waited_s - waited_s
@@ -389,7 +390,7 @@ class Batch:
         return sum(exchange.stats().exposed_s for exchange in self._exchanges)
 
     def _running(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        """Sets what a micro-batch depends on: its random state and its statistics' share."""
+        """Sets what a micro-batch depends on: its random state and its share of the statistics."""
         self.micro_batch = micro_batch
         self._losses.begin_micro_batch(micro_batch.num_samples)
         parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
@@ -401,7 +402,7 @@ class Batch:
 
 
 def _all(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    """One context that enters all; the only one itself, for it is entered in every step."""
+    """One context that enters all of them; a single one is returned as it is, for speed."""
     first, *others = contexts
     if not others:
         return first

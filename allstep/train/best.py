@@ -11,19 +11,20 @@ from allstep.train.fitting import check_same
 class BestMetric:
     """Follows one metric over a run's evaluations.
 
-    It looks at nothing but the evaluations' results, which are the same on every worker; so all
-    workers find the same step best and stop at the same one.
+    It depends only on the evaluations' results, which are the same on every worker; so all workers
+    choose the same best step and stop at the same step.
 
     Args:
-        metric: its name in what the evaluation gives.
-        mode: whether the largest value is best, or the smallest.
-        patience: evaluations in a row without a gain after which training stops; None for never.
-        min_delta: what a value must be better by to be a gain; the best checkpoint is replaced by
-            any that is better.
+        metric: name of the metric in the evaluation's results.
+        mode: "max" if the largest value is best, "min" if the smallest is.
+        patience: evaluations in a row without an improvement after which training stops; None for
+            never.
+        min_delta: smallest difference that counts as an improvement for `patience`; the best
+            checkpoint is replaced at any better value.
 
     Attributes:
-        value: the best so far; None before the first that is a number.
-        step: optimizer steps done then.
+        value: the best value so far; None before the first that is a number.
+        step: number of optimizer steps made when it was measured.
 
     Raises:
         UsageError: if an argument is out of range.
@@ -51,12 +52,12 @@ class BestMetric:
         self.value: float | None = None
         self.step: int | None = None
         self._mode, self._min_delta = mode, min_delta
-        self._reference: float | None = None  # the last gain
+        self._reference: float | None = None  # value of the last improvement
         self._num_without_gain = 0
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether there was no gain for as long as `patience` says."""
+        """Whether `patience` evaluations in a row brought no improvement."""
         return self.patience is not None and self._num_without_gain >= self.patience
 
     @property
@@ -67,7 +68,7 @@ class BestMetric:
         return f"{self.metric} {self.value:.4f} at step {self.step}"
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises UsageError if the metric is none of those that there are."""
+        """Raises UsageError if the metric is not among `names`."""
         names = list(names)
         if self.metric not in names:
             cure = nearest_names(self.metric, names) if names else "it gives none."
@@ -76,12 +77,12 @@ class BestMetric:
             )
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes an evaluation in; returns whether it is the best so far.
+        """Records an evaluation; returns whether it is the best so far.
 
-        A value that is nan is never better, and counts as one without a gain.
+        NaN is never better, and counts as an evaluation without an improvement.
 
         Raises:
-            UsageError: if the metric is missing; names those that there are.
+            UsageError: if the metric is missing; names the metrics that are there.
         """
         self.check_names(metrics)
         value = float(metrics[self.metric])
@@ -95,7 +96,7 @@ class BestMetric:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next decision depends on but `patience` and `min_delta`."""
+        """Everything that the next decision depends on, except `patience` and `min_delta`."""
         return {
             "best_metric": self.metric,
             "best_mode": self._mode,
@@ -106,10 +107,10 @@ class BestMetric:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave.
+        """Continues from what `state_dict` returned.
 
         Raises:
-            CheckpointError: if it is of another metric, whose values can't be compared.
+            CheckpointError: if it was saved for another metric, whose values can't be compared.
         """
         self._check_same_metric(state)
         self.value, self.step = state["value"], state["step"]
@@ -117,16 +118,16 @@ class BestMetric:
         self._num_without_gain = state["num_without_gain"]
 
     def take_saved(self, state: Mapping[str, Any] | None) -> None:
-        """Takes value and step from the best checkpoint, which may be of after the newest one.
+        """Takes value and step from the best checkpoint, which may be later than the newest one.
 
-        What it has to be better than on a resumed run is what lies on the disk; `patience` counts
-        by `load_state_dict` only, so that the run stops where an undisturbed one does.
+        A resumed run must improve on the checkpoint that is on the disk; `patience` is counted from
+        `load_state_dict` only, so that the run stops where an uninterrupted one does.
 
         Args:
-            state: what `state_dict` gave then; None if there is no such checkpoint.
+            state: what `state_dict` returned for it; None if there is no best checkpoint.
 
         Raises:
-            CheckpointError: if it is of another metric.
+            CheckpointError: if it was saved for another metric.
         """
         if state is None:
             self.value = self.step = None

@@ -1,4 +1,4 @@
-"""A run's checkpoints: the newest few and the best stay, the newest that is whole is used."""
+"""A run's checkpoints: the newest few and the best are kept, the newest complete one is loaded."""
 
 import logging
 import re
@@ -45,7 +45,7 @@ Select = Callable[[Any], Any]
 
 
 class Stateful(Protocol):
-    """What a checkpoint is made of and goes into, by torch's names."""
+    """An object whose state a checkpoint saves and loads, with torch's method names."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -54,30 +54,30 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Divided(Protocol):
-    """What a checkpoint goes into on workers of which each loads a part."""
+    """An object whose state is divided, so that each worker loads its own part of a checkpoint."""
 
     def local_state(self, state: Any, /) -> Any:
-        """What `load_state_dict` needs of the state on this worker, by `Select`. Collective."""
+        """The part of the state that this worker's `load_state_dict` needs. Collective."""
 
 
 class Checkpoints:
     """The checkpoints of one run, `folder/step-00000120` and so on, and `folder/best`.
 
     Only rank 0 touches the disk; the others receive what it reads, so that no shared file
-    system is needed. Parts of divided tensors are written by the workers that have them if all see
-    the folder; if not rank 0 writes them, too, and has only a piece at a time.
+    system is needed. If all workers see the folder, each writes its own parts of divided tensors;
+    if not, rank 0 writes these, too, and holds only one piece at a time.
     [Note: writers of parts]
 
     Args:
-        folder: where they are; made at the first save.
+        folder: the folder of the checkpoints; made at the first save.
         comm: the workers of the run.
-        keep: how many of the newest stay, >= 1; with 2 or more there is one left to go back to
-            when the disk damages the newest.
+        keep: number of newest checkpoints that are kept, at least 1; with 2 or more an older one is
+            left if the disk damages the newest.
         message_bytes: tensors are stored, and sent to other workers, in groups of about this size.
-        disk: what writes.
+        disk: the disk to write to.
 
     Raises:
-        UsageError: if `keep` is no whole number, or below 1.
+        UsageError: if `keep` is not an integer, or below 1.
 
     Example:
         >>> import tempfile
@@ -111,11 +111,11 @@ class Checkpoints:
 
     @property
     def best_path(self) -> Path:
-        """The folder of the best checkpoint, should there be one."""
+        """The folder of the best checkpoint, whether or not there is one."""
         return self.folder / "best"
 
     def saved_steps(self) -> list[int]:
-        """Steps with a checkpoint on this worker's disk, the newest first, whole or not."""
+        """Steps of the checkpoints on this worker's disk, newest first, complete or not."""
         if not self.folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
@@ -125,22 +125,23 @@ class Checkpoints:
     def save(self, step: int, state: Any) -> Path:
         """Writes a checkpoint, then deletes those that are too old. All workers call it.
 
-        Nobody waits for rank 0; if it fails, or a worker that writes parts, only rank 0 raises.
+        Other workers don't wait for rank 0; if it fails, or a worker that writes parts, only rank 0
+        raises.
 
         Args:
-            step: optimizer steps done.
-            state: see `write_checkpoint`; that of rank 0 is stored. Tensors that others give, too,
-                must be the same as its; what differs between workers is given on rank 0 only, or as
-                an `allstep.nn.DividedTensor`. Torch's DTensors are stored whole.
+            step: number of optimizer steps made.
+            state: see `write_checkpoint`; rank 0's is stored. Tensors that other workers pass, too,
+                must equal rank 0's; pass what differs between workers on rank 0 only, or as an
+                `allstep.nn.DividedTensor`. Torch's DTensors are stored whole.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            UsageError: if `step` is no whole number of 0 or more, or if `state` holds what can't be
-                stored.
-            CheckpointError: if it can't be written; older ones are untouched.
-            DisagreementError: on every worker, if their tensors differ.
+            UsageError: if `step` is not an integer of 0 or more, or if `state` holds something that
+                can't be stored.
+            CheckpointError: if it can't be written; older checkpoints are untouched.
+            DisagreementError: on every worker, if the workers' tensors differ.
         """
         check_integer("step", step, 0)
         path = self.path(step)
@@ -151,11 +152,11 @@ class Checkpoints:
         return path
 
     def save_best(self, step: int, state: Any) -> Path:
-        """Writes the checkpoint `best` in the place of the one before. All workers call it.
+        """Writes the checkpoint `best`, in place of the previous one. All workers call it.
 
-        However many newer ones are saved, it stays until it is written again.
+        It is kept until it is written again, however many newer checkpoints are saved.
 
-        Args, Raises: as for `save`.
+        Args, Raises: as in `save`.
 
         Returns:
             The checkpoint's folder.
@@ -176,14 +177,14 @@ class Checkpoints:
         write_checkpoint(
             path,
             state,
-            step=int(step),  # it may be numpy's
+            step=int(step),  # it may be a numpy integer
             file_bytes=self._message_bytes,
             disk=self._disk,
             comm=self._comm,
         )
 
     def _check_same_state(self, step: int, state: Any) -> None:
-        """All workers will get rank 0's tensors back, and the first copy of divided ones."""
+        """Compares tensors: on loading, all workers get rank 0's, or a divided one's first copy."""
         divided = divided_in(state)
         action, mine = f"save a checkpoint of step {step}", tensor_checksums(tensors_in(state))
         parts = tensor_checksums(
@@ -217,13 +218,13 @@ class Checkpoints:
             raise DisagreementError(words)
 
     def load_latest(self, select: Select | None = None) -> tuple[int, Any] | None:
-        """Reads the newest checkpoint that is whole. All workers call it.
+        """Reads the newest complete checkpoint. All workers call it.
 
         Args:
-            select: what is wanted of it on this worker; None for all.
+            select: chooses the parts that this worker wants; None for all.
 
         Returns:
-            The step and the state, its tensors on the CPU; None if there is no whole one.
+            The step and the state, its tensors on the CPU; None if no checkpoint is complete.
 
         Raises:
             CheckpointError: on every worker, if the folder can't be read.
@@ -231,10 +232,10 @@ class Checkpoints:
         return self._load(self._newest, select)
 
     def load_best(self, select: Select | None = None) -> tuple[int, Any] | None:
-        """Reads what `save_best` wrote last. All workers call it.
+        """Reads the checkpoint that `save_best` wrote last. All workers call it.
 
         Args:
-            select: what is wanted of it on this worker; None for all.
+            select: chooses the parts that this worker wants; None for all.
 
         Returns:
             The step and the state, its tensors on the CPU; None if there is none.
@@ -272,13 +273,13 @@ class Checkpoints:
         best: bool = False,
         step: int | None = None,
     ) -> int | None:
-        """Loads the newest checkpoint that is whole into `target`. All workers call it.
+        """Loads the newest complete checkpoint into `target`. All workers call it.
 
         Args:
-            target: what the checkpoint is of.
-            best: load the best one instead.
-            step: load that of this step instead.
-            missing_ok: where the folder has no checkpoint at all, leave `target` as it is.
+            target: the object that was saved.
+            best: load the best checkpoint instead.
+            step: load the checkpoint of this step instead.
+            missing_ok: if the folder has no checkpoint at all, leave `target` as it is.
 
         Returns:
             The checkpoint's step; None if there is none.
@@ -315,7 +316,7 @@ class Checkpoints:
 
     @contextmanager
     def _misfit_named(self, path: Path) -> Iterator[None]:
-        """Turns what a state of something else raises into a CheckpointError."""
+        """Turns the error that another object's state raises into a CheckpointError."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -341,13 +342,13 @@ class Checkpoints:
             )
 
     def _existing(self) -> tuple[int | None, bool]:
-        """The newest step on rank 0's disk and whether there is a best one, whole or not.
+        """The newest step on rank 0's disk and whether there is a best one, complete or not.
 
         All workers call it.
         """
         found = None
         if self._comm.rank == 0:
-            self._sweeper.sweep()  # which puts back what a dead writer had moved aside
+            self._sweeper.sweep()  # restores what a writer that died had moved aside
             found = max(self.saved_steps(), default=None), self.best_path.exists()
         newest, has_best = self._comm.broadcast_object(found)
         return newest, has_best
@@ -387,9 +388,9 @@ class Checkpoints:
             yield found
 
     def _delete_old(self, step: int) -> None:
-        """Keeps the newest whole ones up to `step`.
+        """Deletes all but the newest complete checkpoints up to `step`.
 
-        One of a later step is damaged or from a run that was rewound; it is not older than
+        A checkpoint of a later step is damaged or from a run that was rewound; it is not older than
         the one just written, so it stays until the run has passed it.
         """
         steps = [s for s in self.saved_steps() if s <= step]
@@ -402,28 +403,30 @@ class Checkpoints:
             self._discard(old)
 
     def _discard(self, step: int) -> None:
-        """Deletes a checkpoint, if that can be; if not, the next `save` tries it again."""
+        """Deletes a checkpoint; if that fails, the next `save` tries again."""
         path = self.path(step)
         try:
             discard(path, self._disk)
         except OSError as error:
-            if path.exists():  # else another worker, which was left behind, has deleted it
+            if (
+                path.exists()
+            ):  # otherwise another worker, which the others left behind, has deleted it
                 _logger.warning("%s could not be deleted (%s)", path, error)
 
 
 def send_state(comm: Communicator, step: int, state: Any) -> None:
-    """Rank 0 gives all workers a state; the others call `receive_state`."""
+    """Sends a state from rank 0 to all workers; the others call `receive_state`."""
     found = in_memory(step, state)
     _send_index(comm, found)
     _send_tensors(comm, found)
 
 
 def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int, Any] | None:
-    """The step and the state that rank 0 gives, its tensors on the CPU; None if it has none.
+    """The step and the state that rank 0 sends, its tensors on the CPU; None if it has none.
 
     Args:
         comm: the workers.
-        select: what is wanted of it on this worker; None for all.
+        select: chooses the parts that this worker wants; None for all.
 
     Raises:
         CheckpointError: if rank 0 could not read it.
@@ -458,7 +461,7 @@ def _send_tensors(
     found: Stored,
     take: Callable[[str, Tensor], object] = lambda name, tensor: None,
 ) -> None:
-    """Gives them the tensors, a file at a time; rank 0 may take them, too."""
+    """Sends the tensors, one file at a time; rank 0 may take them, too."""
     for number, group in enumerate(found.index):
         if group:
             tensors = found.load(number)

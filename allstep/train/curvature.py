@@ -56,7 +56,7 @@ class Objective:
         return list(self._named)
 
     def of(self, name: str) -> "Objective":
-        """The same loss as a function of one parameter, the others as they are."""
+        """The same loss as a function of one parameter, with the others fixed."""
         part = copy.copy(self)
         part._named = {name: self._named[name]}
         return part
@@ -74,11 +74,11 @@ class Objective:
         return float(self._comm.all_reduce(total))
 
     def gradient(self) -> tuple[Tensor, Tensor]:
-        """The mean loss's, and the variance of a micro-batch's.
+        """The gradient of the mean loss, and the variance of micro-batches' gradients.
 
         Returns:
             Both flat, float64, in the parameters' order: g, and the mean of (g_k - g)^2 over the
-            micro-batches k by their samples.
+            micro-batches k, weighted by their samples.
         """
         device = self._comm.device
         total = torch.zeros(2, self.num_parameters, dtype=torch.float64, device=device)
@@ -107,7 +107,7 @@ class Objective:
         return self._comm.all_reduce(total)
 
     def _flat(self, pieces: Sequence[Tensor | None]) -> Tensor:
-        """One vector of pieces that are shaped as the parameters; None is zero."""
+        """Concatenates pieces in the parameters' shapes to one vector; None stands for zeros."""
         whole = [
             torch.zeros_like(p) if piece is None else piece
             for piece, p in zip(pieces, self.parameters, strict=True)
@@ -120,9 +120,9 @@ def top_eigenvalue(
 ) -> tuple[float, float, int]:
     """(eigenvalue, residual, products).
 
-    Half of the products show whether the eigenvalue of largest magnitude is negative; then the
-    other half are of H plus that magnitude, whose largest is the top one. So they are where both
-    signs are so near in magnitude that the vector still holds both.
+    Half of the products find the eigenvalue of largest magnitude. If it is negative, the other half
+    use H plus that magnitude, whose largest eigenvalue belongs to the top one of H. They also do so
+    if two eigenvalues of opposite signs are so near in magnitude that the vector still mixes both.
     """
     begin = _Iteration(_start(objective, seed))
     found = _dominant(
@@ -141,9 +141,9 @@ def top_eigenvalue(
 
 @dataclass(frozen=True)
 class _Iteration:
-    """Where a power iteration stands: its unit vector, what that says, and products so far.
+    """State of a power iteration: its unit vector, the estimates from it, and products so far.
 
-    `length` is |H v|, the largest magnitude of an eigenvalue once it has converged.
+    `length` is |H v|: the largest magnitude of an eigenvalue once the iteration has converged.
     """
 
     vector: Tensor
@@ -163,7 +163,7 @@ def _start(objective: Objective, seed: int) -> Tensor:
 def _dominant(
     objective: Objective, begin: _Iteration, shift: float, *, num_products: int, tolerance: float
 ) -> _Iteration:
-    """On to the eigenvalue of H whose distance from `shift` is largest, by power iteration."""
+    """Iterates towards the eigenvalue of H that is farthest from `shift`, by power iteration."""
     at = begin
     for _ in range(num_products):
         product = objective.hessian_times(at.vector)

@@ -1,4 +1,4 @@
-"""Nested data on a device; which processes this machine has."""
+"""Moves nested data to a device; says whether a process of this machine is alive."""
 
 import os
 from collections import UserDict
@@ -35,7 +35,7 @@ def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
             return kind(mapped)
         if not isinstance(data, (dict, UserDict)):
             return mapped
-        kept = copy(data)  # a class of its own, as that of a tokenizer's batches
+        kept = copy(data)  # a subclass, such as a tokenizer's batches
         for key, value in mapped.items():
             kept[key] = value
         return kept
@@ -51,7 +51,7 @@ def map_held(
     optimizer_state: Mapping[str, Any],
     function: Callable[[Any, Tensor], Any],
 ) -> dict[str, Any]:
-    """The state with `function(value, p)` for each value that it has of a parameter p."""
+    """The state with each value of a parameter p replaced by `function(value, p)`."""
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     saved = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
     held = dict(optimizer_state["state"])
@@ -64,18 +64,18 @@ def map_held(
 def to_device(data: Any, device: torch.device) -> Any:
     """The same nested data with its tensors on `device`.
 
-    Pinned memory is copied beside what the device does, and the host goes on.
+    Pinned memory is copied asynchronously: neither the device's work nor the host waits for it.
 
     Args:
         data: tensors in dicts, lists and tuples; anything else is left as it is.
-        device: where the tensors shall be.
+        device: the device to copy to.
     """
     move = _copy_beside if has_streams(device) else Tensor.to
     return map_tensors(data, lambda tensor: move(tensor, device))
 
 
 def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy whose reader waits for it, but which waits for nothing."""
+    """A copy on a stream of its own: its reader waits for it, but it waits for nothing."""
     if tensor.device == device:
         return tensor
     stream = copy_stream(device)
@@ -87,7 +87,7 @@ def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process on this machine."""
+    """Whether this machine has a process with this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
-"""What a writer of checkpoints asks of its machine and its disk.
+"""The operations of the machine and its disk that writing checkpoints needs.
 
-Tests hand in another: one that is full, or that loses what was not synced.
+Tests pass another: a disk that is full, or one that loses what was not synced.
 """
 
 import contextlib
@@ -17,28 +17,28 @@ from allstep.train.devices import is_alive
 
 
 class Disk:
-    """All changes of files and folders, and who makes them: this machine's."""
+    """All changes of files and folders, and the identity of the process that makes them."""
 
     @property
     def host(self) -> str:
-        """This machine, without a "-"."""
+        """This machine's name, without a "-"."""
         return socket.gethostname().replace("-", "_")
 
     @property
     def pid(self) -> int:
-        """This process."""
+        """This process's id."""
         return os.getpid()
 
     def now_s(self) -> float:
-        """Seconds that pass, from any start, whatever becomes of the date."""
+        """A monotonic time in seconds, which changes of the date don't affect."""
         return time.monotonic()
 
     def is_alive(self, pid: int) -> bool:
-        """Whether there is such a process on this machine."""
+        """Whether this machine has a process with this id."""
         return is_alive(pid)
 
     def make_folder(self, path: Path) -> None:
-        """Makes one whose parent is there."""
+        """Makes a folder whose parent exists."""
         path.mkdir()
 
     def write(self, path: Path, data: bytes) -> None:
@@ -46,7 +46,7 @@ class Disk:
         path.write_bytes(data)
 
     def write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes a file of safetensors' format."""
+        """Writes a file in safetensors' format."""
         safetensors.torch.save_file(tensors, path)
 
     def sync(self, path: Path) -> None:
@@ -58,11 +58,11 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Gives a folder another name in its parent."""
+        """Renames a folder within its parent."""
         os.rename(path, target)
 
     def remove(self, path: Path) -> None:
-        """Deletes a folder, or what else has its name, as far as that can be."""
+        """Deletes a folder, or whatever has its name, as far as possible."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -1,4 +1,4 @@
-"""States of a model that is divided over workers, in the form of one worker's."""
+"""Converts states of a model that is divided over workers to and from those of a whole model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,22 +35,22 @@ State = dict[Any, Any]
 
 @dataclass(frozen=True)
 class _Kind:
-    """Modules that lie on workers in the same way: experts, or stages.
+    """Modules that are placed on workers in the same way: experts, or stages.
 
     Attributes:
-        names: what their parameters' names begin with -> the names of all the modules, in order.
-        comm: the workers that each have others of them.
+        names: prefix of their parameters' names -> the names of all the modules, in order.
+        comm: the workers over which the modules are divided.
     """
 
     names: Mapping[str, tuple[str, ...]]
     comm: Communicator
 
     def prefix_of(self, name: str) -> str:
-        """That of the modules which a parameter is in; empty if it is in none."""
+        """The prefix of the modules that hold a parameter; empty if none does."""
         return next((prefix for prefix in self.names if name.startswith(prefix)), "")
 
     def place_of(self, name: str) -> int:
-        """That of the module which a parameter is in, among all of its kind; 0 if it is in none."""
+        """Index among the kind's modules of the one that holds a parameter; 0 if none does."""
         prefix = self.prefix_of(name)
         module = name.removeprefix(prefix).partition(".")[0]
         return self.names[prefix].index(module) if prefix else 0
@@ -58,11 +58,11 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Owned:
-    """What each worker has other parts of: modules, and shards.
+    """The parts of a model that differ between workers: modules, and shards.
 
     Attributes:
-        kinds: of modules; experts come before the stages that they are in.
-        workers: all of them.
+        kinds: kinds of modules; experts come before the stages that they are in.
+        workers: all workers of the model.
     """
 
     kinds: Sequence[_Kind]
@@ -70,7 +70,7 @@ class _Owned:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Of all kinds."""
+        """The prefixes of all kinds."""
         return tuple(prefix for kind in self.kinds for prefix in kind.names)
 
 
@@ -89,38 +89,37 @@ def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) ->
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
-    """What a checkpoint has for tensors by their names in the model. All workers call it.
+    """Tensors of a divided model as a checkpoint stores them. All workers call it.
 
     [Note: whole checkpoints] A checkpoint has every expert, every stage of a pipeline and every
-    part of a chain, under its name among all, whole parameters in place of shards, and the
-    optimizer's state in the order of one worker's parameters, so that any number of workers goes
-    on from it.
+    part of a chain under its name in the whole model, whole parameters in place of shards, and the
+    optimizer's state in the order of the whole model's parameters, so that any number of workers
+    can continue from it.
     [Note: divided checkpoints]
 
     Args:
         model: the model.
-        tensors: its state dict or gradients.
+        tensors: its state dict, or its gradients by name.
 
     Returns:
-        As if this worker had the whole model, with divided tensors; where nothing is divided what
-        it has.
+        The same for the whole model, as divided tensors; `tensors` itself if nothing is divided.
     """
     owned = _owned_parts(model)
     return dict(tensors) if owned is None else _of_all(tensors, owned, model)
 
 
 def local_model(model: nn.Module, state: Mapping[str, Any]) -> State:
-    """What this worker needs of the state dict that `whole_tensors` gave. All workers call it.
+    """The part of a `whole_tensors` state dict that this worker needs. All workers call it.
 
     Raises:
-        CheckpointError: on every worker, if it is of another model; names what is whole.
+        CheckpointError: on every worker, if it belongs to another model; names the whole tensors.
     """
     check_model_state(whole_tensors(model, model.state_dict()), state)
     return local_tensors(model, state)
 
 
 def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
-    """What this worker needs of what `whole_tensors` gave, as views; what doesn't fit is left."""
+    """This worker's parts of `whole_tensors`' tensors, as views; unfit tensors stay as they are."""
     shards, owned = shards_of(model), _owned_parts(model)
     if owned is not None:
         own, prefixes = model.state_dict(), owned.prefixes
@@ -133,10 +132,10 @@ def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
 
 
 def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
-    """The optimizer's state dict, as `whole_tensors` gives the model's. All workers call it.
+    """The optimizer's state dict for the whole model, as `whole_tensors`. All workers call it.
 
     Raises:
-        UsageError: if the optimizer has no parameter of rank 0's part, and others of others'.
+        UsageError: if the optimizer has parameters of other workers' parts, but none of rank 0's.
     """
     optimizer_state = optimizer.state_dict()
     owned = _owned_parts(model)
@@ -161,10 +160,10 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
 def local_optimizer(
     model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective.
+    """The part of a `whole_optimizer` state dict that this worker needs. Collective.
 
     Raises:
-        CheckpointError: on every worker, if it is of an optimizer with other groups.
+        CheckpointError: on every worker, if it belongs to an optimizer with other groups.
     """
     owned = _owned_parts(model)
     if owned is None:
@@ -191,15 +190,15 @@ def local_optimizer(
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The parameters of each of the optimizer's groups on this worker."""
+    """Names of the parameters in each of the optimizer's groups on this worker."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _whole_names(model: nn.Module, optimizer: Optimizer, owned: _Owned) -> list[list[str]]:
-    """Those of an optimizer over the whole model. Collective.
+    """Names of the parameters in each group of an optimizer over the whole model. Collective.
 
-    Where rank 0 has its part of a divided module, there the parts of all are, by their numbers.
+    All workers' parts of a divided module stand where rank 0 has its own part, in rank order.
     """
     names = _names(model, optimizer)
     for kind in owned.kinds:
@@ -209,7 +208,7 @@ def _whole_names(model: nn.Module, optimizer: Optimizer, owned: _Owned) -> list[
 
 
 def _joined(by_rank: Sequence[list[str]], kind: _Kind) -> list[str]:
-    """The names of a group of parameters, of all that have modules of a kind."""
+    """The names of a group's parameters on all workers that hold modules of a kind."""
     names: list[str] = []
     for prefix, run in groupby(by_rank[0], kind.prefix_of):
         parts = chain.from_iterable(by_rank) if prefix else run
@@ -224,9 +223,10 @@ def _joined(by_rank: Sequence[list[str]], kind: _Kind) -> list[str]:
 
 
 def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
-    """With the entries of all workers' divided modules and shards; the same on all. Collective.
+    """The state with the entries of all workers' divided modules and shards. Collective.
 
-    Tensors of one number are copied, all others remain with their workers.
+    It is the same on every worker. One-element tensors are copied to all; the others stay on the
+    workers that own them.
     """
     workers = owned.workers
     shards = {n: s for n, s in shards_of(model).items() if n in state}
@@ -264,7 +264,7 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
 
 
 def _described(tensor: Tensor) -> Tensor:
-    """Shape and dtype as an empty tensor of one dim more, which can be sent."""
+    """Shape and dtype, as an empty tensor with one more dimension, which can be sent."""
     if tensor.dim() == 0:
         return tensor.detach().cpu()
     return torch.empty((0, *tensor.shape), dtype=tensor.dtype)

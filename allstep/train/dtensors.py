@@ -1,4 +1,4 @@
-"""Torch's distributed tensors as those that a checkpoint takes in pieces."""
+"""Converts torch's DTensors to and from the divided tensors that a checkpoint stores in pieces."""
 
 import math
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def divide_dtensors(state: Any, comm: Communicator) -> Any:
-    """The state with divided tensors in place of DTensors, which all workers have. Collective.
+    """The state with divided tensors in place of DTensors. Collective.
 
     Args:
-        state: as `Checkpoints.save` takes it.
+        state: as `Checkpoints.save` takes it, on every worker.
         comm: all workers.
 
     Raises:
-        UsageError: if a DTensor lies on other workers, or is a sum that has not been made.
+        UsageError: if a DTensor is on workers outside of `comm`, or has partial placements.
     """
     found = {name: x for name, x in tensors_in(state).items() if is_dtensor(x)}
     if not found:
@@ -45,19 +45,19 @@ def cut_dtensors(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]
 
     Args:
         model: some of whose parameters may be DTensors.
-        tensors: name in the model's state dict -> whole tensor; what doesn't fit is left.
+        tensors: name in the model's state dict -> whole tensor; unfit tensors stay as they are.
     """
     like = {name: x for name, x in model.state_dict().items() if is_dtensor(x)}
     return {name: cut_dtensor(x, like[name]) if name in like else x for name, x in tensors.items()}
 
 
 def lay_out(model_state: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """What `cut_dtensors` gave, as DTensors like those of the model's state dict."""
+    """The parts from `cut_dtensors` as DTensors like those of the model's state dict."""
     return {name: laid_out(x, model_state.get(name)) for name, x in parts.items()}
 
 
 def cut_dtensor(value: Any, like: Any) -> Any:
-    """This worker's part of a whole tensor, laid out like another of its shape: a view."""
+    """This worker's part of a whole tensor, with the layout of the DTensor `like`: a view."""
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape:
@@ -67,7 +67,7 @@ def cut_dtensor(value: Any, like: Any) -> Any:
 
 
 def laid_out(value: Any, like: Any) -> Any:
-    """The DTensor that has this part; anything else as it is."""
+    """The DTensor whose local part is `value`; `value` itself if `like` is not a DTensor."""
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
         return value
     start, stop = bounds_of(like)

@@ -1,14 +1,14 @@
-"""A training that goes on without workers that are lost, and with others that join.
+"""A training that continues when workers are lost, and when new ones join.
 
 [Note: elastic training] Between two steps a training with exact sums has the same state on every
 worker, in memory. A step changes parameters only once all its sums over the workers have arrived:
-gradients, batch norm's statistics, the loss. So when a worker is lost, each of the others is before
-that step or behind it, never in between: what the step has touched before its update (buffers, the
-grid, the position in the data) was noted at its start, and is taken from there. Workers that are a
-step behind, and those that join, get the state of the most advanced; then all go on as a training
-that is resumed goes on, on another number of workers, without a disk. A step that nobody has ended
-is run again as a whole, by the workers that are there. So each sample counts once, and the bits are
-those of a training that nobody has disturbed.
+gradients, batch norm's statistics, the loss. So when a worker is lost, each of the others is either
+before that step or behind it, never in between: what the step has touched before its update
+(buffers, the grid, the position in the data) was saved at its start, and is restored. Workers that
+are a step behind, and those that join, get the state of the most advanced one; then all continue as
+a resumed training does on another number of workers, but without a disk. A step that no worker has
+completed is run again as a whole, by the present workers. So each sample counts once, and the
+result has the bits of an undisturbed training.
 """
 
 import logging
@@ -53,22 +53,22 @@ from allstep.train.options import TrainOptions
 from allstep.train.stop import StepStopAgreement
 from allstep.train.task import Task, all_stages
 
-# How it shows that a worker was lost; a disagreement is a mistake.
+# The errors by which a lost worker shows; a disagreement is a mistake in the program instead.
 LOST = (PeerLostError, CollectiveTimeoutError)
 _MOST = 4  # differences that an error names
 
 
 class WorkersWaitError(CommunicationError):
-    """Others wait to join, and all know it."""
+    """Raised on all workers when new ones are waiting to join."""
 
 
 class StepCommit:
-    """What an elastic training asks of its workers in each step. [Note: elastic training]
+    """The message of each step by which elastic workers commit to it. [Note: elastic training]
 
     Args:
         comm: the workers.
-        membership: this worker's.
-        stop: by which the workers agree to stop.
+        membership: this worker's membership.
+        stop: the agreement by which the workers decide to stop.
     """
 
     def __init__(self, comm: Communicator, membership: Membership, stop: StepStopAgreement) -> None:
@@ -78,13 +78,13 @@ class StepCommit:
         self._others_wait = False
 
     def commit(self, loss: Tensor) -> Work[Tensor]:
-        """The last message before an update, which this worker makes once it has come. Collective.
+        """Sends the last message before the update, which waits for its result. Collective.
 
         Args:
             loss: this worker's part of the loss.
 
         Returns:
-            A Work of the whole loss, on every worker.
+            A Work whose result is the whole loss, on every worker.
         """
         requests = self._membership.look()
         if requests.signal is not None:
@@ -102,11 +102,11 @@ class StepCommit:
 
     @property
     def others_wait(self) -> bool:
-        """Whether workers waited to join at the last message; the same on all that got it."""
+        """Whether workers were waiting to join at the last message; the same on all who got it."""
         return self._others_wait
 
     def let_in(self) -> None:
-        """Between two steps; ends the present generation where others wait.
+        """Called between two steps; ends the present generation if others wait to join.
 
         Raises:
             WorkersWaitError: on every worker alike.
@@ -116,7 +116,7 @@ class StepCommit:
 
 
 def check_elastic(options: TrainOptions) -> None:
-    """Refuses what a lost worker would take along.
+    """Refuses options with state that exists on one worker only and would be lost with it.
 
     Raises:
         UsageError: names the option and the cure.
@@ -141,7 +141,7 @@ def check_elastic(options: TrainOptions) -> None:
 
 
 def check_backend(comm: Communicator) -> None:
-    """Refuses a backend that holds up a device for a lost worker. [Note: elastic workers on a GPU]
+    """Refuses a backend whose kernels wait for a lost worker. [Note: elastic workers on a GPU]
 
     Raises:
         UsageError: names the cure.
@@ -155,7 +155,7 @@ def check_backend(comm: Communicator) -> None:
 
 
 def check_whole(model: nn.Module, where: str, cure: str) -> None:
-    """Refuses a model of which each worker has a part, also if there is one: others may join.
+    """Refuses a model that is divided over workers, even with a single one: others may join.
 
     Raises:
         UsageError: names a parameter or module, and the cure.
@@ -171,10 +171,10 @@ def check_whole(model: nn.Module, where: str, cure: str) -> None:
 
 
 def check_loop(loader: GlobalBatchLoader, exchanges: tuple[Exchange, ...]) -> None:
-    """Refuses what a lost worker would take along, of a user's own loop.
+    """As `check_elastic`, for the loader and the exchanges of a user's own loop.
 
     Raises:
-        UsageError: names it, and the cure.
+        UsageError: names the argument and the cure.
     """
     if not isinstance(loader, MapLoader):
         raise UsageError(
@@ -210,12 +210,12 @@ def admit(comm: Communicator, membership: Membership, training: Mapping[str, obj
     """Begins the first generation, or checks that this worker may join a later one.
 
     Args:
-        comm: of the first generation, or of this worker alone.
-        membership: this worker's.
-        training: what must be the same for workers to train together, by name.
+        comm: the first generation, or this worker only.
+        membership: this worker's membership.
+        training: name -> value of everything that workers must have in common to train together.
 
     Raises:
-        UsageError: if this worker would train something else than those that it wants to join.
+        UsageError: if this worker would train something else than the workers that it joins.
     """
     code = {"allstep": __version__, "torch": torch.__version__, "script": _script_digest()}
     own = "\n".join(_lines({**code, **training}))
@@ -233,7 +233,7 @@ def admit(comm: Communicator, membership: Membership, training: Mapping[str, obj
 
 
 def _lines(values: Mapping[str, object], path: str = "") -> Iterator[str]:
-    """One for each value, and for each in those that hold others by name."""
+    """One line for each value; mappings are descended into."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _lines(value, f"{path}{name}: ")
@@ -242,23 +242,23 @@ def _lines(values: Mapping[str, object], path: str = "") -> Iterator[str]:
 
 
 def _in_one_only(lines: list[str], others: list[str]) -> str:
-    """The first of the lines that the others are without."""
+    """The first few of the lines that are not among the others."""
     return first_few([line for line in lines if line not in others], _MOST) or "nothing more"
 
 
 def _script_digest() -> str | None:
-    """Of the file that was started, without what it imports; None where there is none."""
+    """Digest of the script that was started, without its imports; None if there is no script."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         return None
     content = Path(file).read_bytes()
-    if content.startswith(b"#!"):  # an interpreter, which may lie elsewhere on another host
+    if content.startswith(b"#!"):  # the path of the interpreter may differ between hosts
         content = content.partition(b"\n")[2]
     return f"{digest(content):016x}"
 
 
 def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
-    """What must be the same for workers to train a task together."""
+    """Everything that workers must have in common to train a task together."""
     return {
         "Python's class of options": type(options).__qualname__,
         "options": asdict(options),
@@ -277,7 +277,7 @@ def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
 def _in_words(
     dataset: Dataset[Any], options: TrainOptions, *, tells_epoch: bool
 ) -> tuple[object, object]:
-    """Length of a data set, and what its first samples hold."""
+    """Length of a data set, and the contents of its first samples."""
     processes = LoaderProcesses(num_workers=options.loader_workers)
     length = getattr(dataset, "__len__", lambda: "?")()
     return length, first_samples(dataset, processes, options.seed, tells_epoch=tells_epoch)
@@ -294,26 +294,26 @@ def parameters_of(model: nn.Module) -> dict[str, tuple[int, list[int], str]]:
 def go_on(
     comm: Communicator, membership: Membership, state: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Makes the next generation of workers, all with the state of the most advanced. Collective.
+    """Forms the next generation, all with the state of the most advanced worker. Collective.
 
     Args:
-        comm: of the present generation; of the next one afterwards.
-        membership: this worker's.
-        state: of this worker's training between two steps, None if it has not begun.
+        comm: the present generation; the next one afterwards.
+        membership: this worker's membership.
+        state: state of this worker's training between two steps; None if it has not begun.
 
     Returns:
-        The state to go on from; None if nobody has begun.
+        The state to continue from; None if no worker has begun.
     """
     while True:
         regroup(comm, membership, _progress(state))
-        with suppress(*LOST):  # another is lost meanwhile
+        with suppress(*LOST):  # another worker may be lost meanwhile
             return _shared(comm, membership, state)
 
 
 def _shared(
     comm: Communicator, membership: Membership, state: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """The state of rank 0, which is the most advanced; its own for a worker that is as far."""
+    """The state of rank 0, the most advanced worker; a worker that is as far keeps its own."""
     tell_who_goes_on(comm, None if state is None else state["loader"]["steps"])
     if len({member.progress for member in membership.members}) == 1:
         return state
@@ -325,7 +325,7 @@ def _shared(
 
 
 def tell_who_goes_on(comm: Communicator, step: int | None) -> None:
-    """Rank 0 says how many there are, and from which step on; None if none has begun."""
+    """Logs on rank 0 how many workers continue, and from which step; None if none has begun."""
     if comm.rank == 0:
         workers = "1 worker goes on" if comm.size == 1 else f"{comm.size} workers go on"
         where = "from the start" if step is None else f"from step {step}"
@@ -333,7 +333,7 @@ def tell_who_goes_on(comm: Communicator, step: int | None) -> None:
 
 
 def _progress(state: Mapping[str, Any] | None) -> int:
-    """Grows with each step, and with what follows an epoch's last one; -1 before the start."""
+    """A number that grows with each step and at the end of an epoch; -1 before the start."""
     if state is None:
         return -1
     steps: int = state["loader"]["steps"]

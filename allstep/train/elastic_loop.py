@@ -1,4 +1,4 @@
-"""A user's own loop over `steps` that goes on without workers that are lost, and with others."""
+"""A user's own loop over `steps` that continues when workers are lost or join."""
 
 import json
 import signal
@@ -31,46 +31,47 @@ from allstep.train.worker_changes import PLACES, WorkerChanges
 
 
 class _Place(Enum):
-    """Of a worker, in an epoch's body."""
+    """Where in an epoch's body a worker is."""
 
     BEFORE_STEPS = 0
-    IN_BATCH = 1  # from when the user gets it until all have its sums
+    IN_BATCH = 1  # from when the user gets the batch until all workers have its sums
     BEHIND_BATCH = 2
     BEHIND_STEPS = 3
 
 
 class Elastic:
-    """Makes a loop over `steps` one that goes on when workers are lost, and when others join.
+    """Lets a loop over `steps` continue when workers are lost, and when new ones join.
 
-    While entered, nobody waits for a worker that has ended: the others run the step that was under
-    way again, among themselves, as a whole; each sample counts once. A worker that joins gets the
-    models, `state` and the position in the data from another when it enters. The bits are those of
-    one worker that nobody has disturbed. All workers run the same script, started by
-    `allstep launch --elastic`; a lone process, too, may use it. See [Note: elastic loops].
+    While entered, nobody waits for a worker that has ended: the others run the interrupted step
+    again as a whole, among themselves, and each sample counts once. A worker that joins gets the
+    models, `state` and the position in the data from another worker when it enters. The result has
+    the bits of an undisturbed single worker. All workers run the same script, started by
+    `allstep launch --elastic`; a single process may use it, too. See [Note: elastic loops].
 
-    Code in the loop over a batch may be run again, for other micro-batches; `batch.attempt` counts.
-    Code outside of it must not talk to other workers: `batch.global_loss()` may be called.
+    Code inside the loop over a batch may run again, for other micro-batches; `batch.attempt` counts
+    the repetitions. Code outside of it must not communicate with other workers, except by
+    `batch.global_loss()` and `Elastic.call`.
 
-    With `run_dir` it also does what `AutoCheckpoint` does: started again, the training goes on from
-    its newest checkpoint, and SIGINT and SIGTERM end the loop after the current step or the next,
-    on all workers after the same one, with a checkpoint. Whoever is rank 0 writes, and only it
-    touches the disk; if it is lost before it has written, the next rank 0 does.
+    With `run_dir` it also does what `AutoCheckpoint` does: started again, the training continues
+    from its newest checkpoint, and SIGINT or SIGTERM ends the loop with a checkpoint after the
+    current step or the next, on all workers after the same one. Only rank 0 touches the disk; if it
+    is lost before it has written, the next rank 0 writes the checkpoint.
 
     Args:
         loader: from `allstep.data.loader`, of a map-style data set.
-        exchanges: from `allstep.attach`, with `Synchronous(compression="exact")`, as `steps` gets
-            them.
-        state: name -> what else the next step depends on, by its `state_dict` and
-            `load_state_dict`: the optimizers, schedulers of rates, a GradScaler.
-        run_dir: the folder of the checkpoints; made if missing. With None nothing is kept, and
-            signals are the script's.
-        every_steps, every_s, keep, clock: as of `AutoCheckpoint`.
-        membership: this worker's, of `loop_membership`; None to ask the launcher for it.
+        exchanges: from `allstep.attach`, with `Synchronous(compression="exact")`; the same that
+            `steps` is given.
+        state: name -> object with `state_dict` and `load_state_dict` that the next step also
+            depends on: optimizers, learning-rate schedulers, a GradScaler.
+        run_dir: the checkpoints' folder; made if missing. With None nothing is saved, and signals
+            are left to the script.
+        every_steps, every_s, keep, clock: as in `AutoCheckpoint`.
+        membership: this worker's, from `loop_membership`; None to ask the launcher for one.
 
     Raises:
-        UsageError: if an argument is of a wrong kind, if what a worker keeps for itself would be
-            lost with it, if their process group is another library's and on accelerators, or if the
-            launcher ends all workers when one fails.
+        UsageError: if an argument is of a wrong kind, if a worker holds state that would be lost
+            with it, if the process group belongs to another library and uses accelerators, or if
+            the launcher ends all workers when one fails.
 
     Example:
         >>> import torch, allstep
@@ -180,19 +181,19 @@ class Elastic:
         changes.end(128 + self.interrupted if self.interrupted else 0)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The epochs that are still to come; for a worker that joins, from the others' present one.
+        """The remaining epochs; a worker that joins begins with the others' present epoch.
 
-        None after a signal, where checkpoints are kept.
+        If checkpoints are kept, no epoch follows a signal.
 
-        Each belongs to one loop over `steps`; if that is left before its end, the next one is of
-        the same epoch. A worker that joins in the midst of one has run what comes before that
-        loop, too.
+        Each epoch holds one loop over `steps`; if this loop is left early, the next one continues
+        the same epoch. A worker that joins in the middle of an epoch also runs the code before that
+        loop.
 
         Args:
-            num_epochs: of the whole training.
+            num_epochs: epochs of the whole training.
 
         Yields:
-            Epochs before this one.
+            The epoch's number, counted from 0.
 
         Raises:
             UsageError: outside of `with`, or if `num_epochs` is not positive.
@@ -222,15 +223,15 @@ class Elastic:
         self._move(_Place.BEHIND_STEPS)
 
     def _move(self, place: _Place) -> None:
-        """To what comes around the steps, unless a batch was left before its end."""
+        """Enters a place around the steps, unless a batch was left before its end."""
         if self._place is not _Place.IN_BATCH:
             self._place = place
 
     def _save(self, *, replace: bool = False) -> None:
-        """Writes a checkpoint, unless that of this step is there; again, if a worker is lost.
+        """Writes this step's checkpoint unless it exists; tries again if a worker is lost.
 
         Args:
-            replace: write it in any case.
+            replace: write it even if it exists.
         """
         if self._keeps_checkpoints and (replace or self._saver.saved_step != self._loader.step):
             self._call(self._write)
@@ -241,26 +242,26 @@ class Elastic:
         return ""
 
     def _hold_folder(self) -> None:
-        """As the rank 0 that comes after one that was lost."""
+        """Locks the folder as the new rank 0, after the previous one was lost."""
         assert self._entered is not None
         self._saver.take_over(self._entered)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls what talks to other workers, such as an evaluation; again if one is lost meanwhile.
+        """Calls a function that communicates, such as an evaluation; repeated if a worker is lost.
 
-        All workers call it, behind the loop over a batch, or behind that over `steps`. The function
-        must not change what the next step depends on; what is cut for the workers that there are,
-        such as an `Evaluator`, it makes itself.
+        All workers call it, after the loop over a batch or after the loop over `steps`. The
+        function must not change what the next step depends on, and must itself create what is
+        divided over the present workers, such as an `Evaluator`.
 
         Args:
             function: returns plain data, as JSON has it.
 
         Returns:
-            That.
+            What the function returned.
 
         Raises:
-            UsageError: elsewhere, where a worker that joins might come alone, or for what is no
-                plain data.
+            UsageError: if it is called elsewhere, where a worker that joins might be the only one
+                to call it, or if the result is not plain data.
         """
         if self._place not in (_Place.BEHIND_BATCH, _Place.BEHIND_STEPS):
             raise UsageError(
@@ -270,11 +271,11 @@ class Elastic:
         return json.loads(self._call(partial(self._found, function)))
 
     def _call(self, function: Callable[[], str]) -> str:
-        """Calls it until no worker is lost meanwhile; what it returned."""
+        """Calls the function until no worker is lost meanwhile; what it returned."""
         return function() if self._changes is None else self._changes.call(function)
 
     def _found(self, function: Callable[[], Any]) -> str:
-        """What it returns, as a text; each attempt draws the same random numbers."""
+        """The function's result as a text; each attempt draws the same random numbers."""
         device = self._state.comm.device
         is_in_steps = self._place is not _Place.BEHIND_STEPS
         place = self._loader.step, is_in_steps, self._num_calls
@@ -283,10 +284,11 @@ class Elastic:
             return _plain(function())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for a file; each worker has the same.
+        """Everything that the next step depends on, to save in a file; the same on each worker.
 
-        Taken in the loop over `steps`, what follows that loop in the epoch is run by who goes on
-        from it; taken behind that loop it is not: take it at the end of the epoch's body then.
+        Taken inside the loop over `steps`, whoever continues from it runs the code that follows
+        this loop in the epoch. Taken after the loop, that code is not run: take it at the end of
+        the epoch's body then.
 
         Raises:
             UsageError: before the end of the loop over a batch, which would be left out.
@@ -306,11 +308,11 @@ class Elastic:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, on any number of workers; before it is entered.
+        """Continues from what `state_dict` returned, on any number of workers; before entering.
 
         Raises:
-            UsageError: if it is entered: a worker that joins would go back, alone.
-            CheckpointError: if it is of other data, another model or optimizer.
+            UsageError: if it was entered: a worker that joins would be the only one to go back.
+            CheckpointError: if it was saved with other data, another model or optimizer.
         """
         if self._entered is not None:
             raise UsageError(
@@ -326,7 +328,8 @@ class Elastic:
         """Checks what `steps` was given.
 
         Raises:
-            UsageError: if it is not the same, outside of `epochs`, or twice in one epoch.
+            UsageError: if the arguments differ from `Elastic`'s, outside of `epochs`, or twice in
+                one epoch.
         """
         self._state.check_given("elastic", loader, exchanges)
         if self._num_epochs is None:
@@ -338,14 +341,14 @@ class Elastic:
             refuse_second_loop("elastic")
 
     def global_batches(self) -> Iterator[GlobalBatch]:
-        """The rest of the epoch; workers are let in before each."""
+        """The epoch's remaining global batches; before each, waiting workers may join."""
         while self._loader.epoch == self._epoch:
             self._begin_step()
             self._place = _Place.IN_BATCH
             yield next(self._loader.global_batches())
 
     def after_step(self) -> bool:
-        """A global batch's turn is over; saves if it is time to, returns whether to stop."""
+        """Called by `steps` after each step; saves if one is due, returns whether to stop."""
         self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
         self._place = _Place.BEHIND_BATCH  # also if nobody has iterated it
         if self._saver.is_due(self._loader.step):
@@ -357,7 +360,7 @@ class Elastic:
         return self.interrupted is not None
 
     def end_steps(self) -> None:
-        """Called by `steps`, after an epoch's last, or the one that a signal made the last."""
+        """Called by `steps` after the epoch's last step, or the step at which a signal ended it."""
         is_last = self._epoch + 1 == self._num_epochs
         if not self._was_over and (self._saver.drain() or is_last):
             self._save()
@@ -378,7 +381,7 @@ class Elastic:
         self._hold_folder()
 
     def begin_pass(self) -> GlobalBatch | None:
-        """Before a batch's micro-batches are run: another cut of it where workers have changed.
+        """Before a batch's micro-batches are run; returns a new division if workers have changed.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: call `lose_workers`, then begin again.
@@ -400,10 +403,10 @@ class Elastic:
         return next(self._loader.global_batches())
 
     def commit(self, sums: Tensor) -> Tensor:
-        """The last message before an update. Collective.
+        """Sends the last message before an update. Collective.
 
         Args:
-            sums: this worker's parts.
+            sums: this worker's sums.
 
         Returns:
             Their sums over the workers.
@@ -426,13 +429,14 @@ class Elastic:
         return sums
 
     def lose_workers(self) -> Tensor | None:
-        """Goes on with those who are left. Collective.
+        """Continues with the remaining workers. Collective.
 
         Returns:
-            What `commit` would have returned, if others have got it; None to run the step again.
+            What `commit` would have returned, if another worker received it; None to run the step
+            again.
 
         Raises:
-            PeerLostError: if too few are left, or if the launcher is gone.
+            PeerLostError: if too few workers are left, or if the launcher has ended.
         """
         assert self._changes is not None
         text = self._changes.text_of_others()
@@ -444,7 +448,7 @@ class Elastic:
         return sums
 
     def _check_num_epochs(self, of_rank_0: int) -> None:
-        """Else one would wait for others that have come to their end."""
+        """Refuses another number than rank 0's: one worker would wait for others that are done."""
         if self._num_epochs != of_rank_0:
             raise UsageError(
                 f"`num_epochs` (={self._num_epochs}) of `epochs` differs from that of rank 0"
@@ -452,7 +456,7 @@ class Elastic:
             )
 
     def _training(self) -> dict[str, object]:
-        """What must be the same for workers to train together."""
+        """Everything that workers must have in common to train together."""
         assert isinstance(self._loader, MapLoader)  # `check_loop` has seen to it
         return {
             "data and state": self._state.options(),
@@ -467,10 +471,10 @@ class Elastic:
 
 
 def loop_membership(launch: Launch, grace_s: float, system: System | None = None) -> Membership:
-    """A worker's place among those of a loop.
+    """The membership of a worker in a user's own loop.
 
     Args:
-        launch, grace_s, system: of `Membership`.
+        launch, grace_s, system: as in `Membership`.
     """
     return Membership(
         launch,
@@ -488,7 +492,7 @@ def _plain(found: object) -> str:
     """Plain data as a text.
 
     Raises:
-        UsageError: for what is none.
+        UsageError: if `found` is not plain data.
     """
     try:
         return json.dumps(found)

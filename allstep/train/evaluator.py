@@ -31,13 +31,13 @@ _COMPUTE = 0x6576616C
 
 
 class Evaluator:
-    """Measures a model on a test set that is shared out over the workers.
+    """Measures a model on a test set that is divided over the workers.
 
         metric = sum over all micro-batches of sum / sum of count    (nan if nothing was counted)
 
-    The test set is cut in the same micro-batches on any number of workers, so that integer
-    counts and sums are the same to the last digit: [Note: reproducible sum]. Random
-    transforms draw from (seed, sample), and nobody else's random state is disturbed.
+    The test set is cut into the same micro-batches on any number of workers, so that counts and
+    sums have the same bits: [Note: reproducible sum]. Random transforms draw from (seed, sample),
+    and the training's random state is not disturbed.
 
     Args:
         metrics: `(model, micro_batch) -> {name: (sum, count)}`, numbers or one-element tensors;
@@ -47,9 +47,8 @@ class Evaluator:
         micro_batch: samples that go through the model at once.
         num_workers: processes per worker that read samples; 0 reads in the worker itself.
         collate_fn: samples -> micro-batch; torch's default when None.
-        seed: start of every random state.
-        shares: which part each worker measures, as `loader.shares`, of as many workers; equal ones
-            when None.
+        seed: seed of every random state.
+        shares: each worker's share of the test set, as in `loader.shares`; equal shares when None.
 
     Attributes:
         totals: (sum, count) of each metric at the last call.
@@ -109,18 +108,18 @@ class Evaluator:
         """Measures the model; all workers call it.
 
         Args:
-            model: on `comm.device`; put in eval mode meanwhile, each module's own mode is restored.
-                Batch norm's statistics must be made equal before, and with local SGD the
-                parameters (`exchange.sync_buffers()`).
+            model: on `comm.device`; in eval mode meanwhile, then each module's mode is restored.
+                Batch norm's running statistics, and with local SGD the parameters, must be made
+                equal before, by `exchange.sync_buffers()`.
 
         Returns:
             sum / count of each metric, the same on every worker.
 
         Raises:
-            UsageError: if the metrics are no dict of pairs of numbers, or if the `shares` are of
-                more or fewer workers than there are now.
-            DisagreementError: on every worker, if their models, their test sets or the way to cut
-                them, or the metrics' names differ.
+            UsageError: if the metrics are not a dict of pairs of numbers, or if `shares` has
+                another length than the present number of workers.
+            DisagreementError: on every worker, if their models, their test sets, their micro-batch
+                sizes, or the metrics' names differ.
         """
         self._comm.activity.enter("evaluation")
         _check_shares(self._given_shares, self._comm)
@@ -151,13 +150,13 @@ class Evaluator:
         return {name: a / b if b else float("nan") for name, (a, b) in self.totals.items()}
 
     def names(self, model: nn.Module) -> list[str]:
-        """The metrics' names, from a look at the first micro-batch; all workers call it.
+        """The metrics' names, found by running the first micro-batch; all workers call it.
 
         Args:
-            model: as for a measurement.
+            model: as in a measurement.
 
         Returns:
-            What rank 0 found, on every worker.
+            The names that rank 0 found, on every worker.
         """
         self._comm.activity.enter("evaluation")
         with preserved_random_state(self._comm.device), evaluating(model):
@@ -179,7 +178,7 @@ class Evaluator:
         return found
 
     def _check_same_data(self) -> None:
-        """Once; and not where the evaluator is made, for there nobody else waits for it."""
+        """Compares the test sets, at the first call only: no collective runs in `__init__`."""
         if not self._is_compared:
             comm, dataset, action = self._comm, self._dataset, "evaluate a model"
             check_same_arguments(comm, action, dataset, self._arguments)
@@ -187,7 +186,7 @@ class Evaluator:
             self._is_compared = True
 
     def _serve_others(self, model: nn.Module) -> None:
-        """Has this worker's experts at work where others have more micro-batches."""
+        """Runs this worker's experts for others that have more micro-batches."""
         if not isinstance(model, Pipeline):
             serve_others(model, len(self._part))
         elif model.keeps_in_step:
@@ -197,12 +196,12 @@ class Evaluator:
 
     @property
     def _shares(self) -> Shares:
-        """Of the workers that there are now."""
+        """The shares of the present workers."""
         return self._given_shares or Shares("equal", self._comm.size)
 
     @property
     def _part(self) -> range:
-        """This worker's micro-batches, by their index in the whole set."""
+        """The indices of this worker's micro-batches in the whole set."""
         return self._shares.parts(len(self._cut))[self._comm.rank]
 
     def _micro_batches(self) -> Generator[tuple[int, Any], None, None]:
@@ -222,12 +221,12 @@ class _Sums:
     """(sum, count) of each metric so far, as digits, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.name_sets: list[list[str]] = []  # each different one that was seen
+        self.name_sets: list[list[str]] = []  # each distinct list that was seen
         self._device = device
         self._sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Metrics) -> None:
-        """Adds one micro-batch's."""
+        """Adds one micro-batch's sums and counts."""
         names = list(metrics)
         if not any(set(names) == set(seen) for seen in self.name_sets):
             self.name_sets.append(names)
@@ -235,7 +234,7 @@ class _Sums:
             self._sums[name] = self._sums.get(name, 0.0) + digits_of(self._checked(name, pair))
 
     def of(self, names: list[str]) -> Tensor:
-        """Of these metrics, 0 for those that this worker has none of: [metric, 2, digits]."""
+        """The digits [metric, 2, digits] of these metrics; zeros for those not measured here."""
         nothing = digits_of(torch.zeros(2, dtype=torch.float64, device=self._device))
         sums = [self._sums.get(name, nothing) for name in names]
         return torch.stack(sums) if sums else nothing[:0, None]
@@ -263,7 +262,7 @@ def _check_shares(shares: Shares | None, comm: Communicator) -> None:
 
 
 def _check_same_model(comm: Communicator, model: nn.Module) -> None:
-    """Each worker measures its part of the test set, which gives numbers of one model only."""
+    """Raises if the workers' models differ: their results would not be those of one model."""
     for _, exchange in exchanges_of(model):
         if exchange.comm is comm:
             exchange.agree("evaluate a model")
@@ -286,7 +285,7 @@ def _check_same_model(comm: Communicator, model: nn.Module) -> None:
 
 
 def _agreed_names(comm: Communicator, name_sets: list[list[str]]) -> list[str]:
-    """The metrics' names, if all workers that had samples gave the same."""
+    """The metrics' names; raises unless all workers that had samples found the same."""
     by_rank: list[list[list[str]]] = list(comm.all_gather_object(name_sets))
     given = [names for seen in by_rank for names in seen]
     names = given[0]
@@ -317,7 +316,7 @@ def _length(dataset: Dataset[Any]) -> int:
 
 
 def _cut(num_samples: int, micro_batch: int) -> list[range]:
-    """The samples in micro-batches; the last may be short."""
+    """The samples' ranges of the micro-batches; the last may be short."""
     return [
         range(start, min(start + micro_batch, num_samples))
         for start in range(0, num_samples, micro_batch)

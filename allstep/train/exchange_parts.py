@@ -1,4 +1,4 @@
-"""The states of exchanges along several axes of data, each of another part of a model."""
+"""The states of several exchanges, each of another part of a model that is divided on a mesh."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -26,15 +26,15 @@ def gather_exchange(exchange: Exchange) -> State | None:
 
 
 def own_exchange(exchange: Exchange, state: State, trained: Mapping[str, bool]) -> State:
-    """What this worker's exchange goes on from: its own, or any of the same parameters.
+    """The state that this worker's exchange continues from: its own, or one of equal parameters.
 
-    Where a model was cut otherwise, names are the same; bucket sizes, and the grid of exact sums,
-    follow what they see. Where its stages lay otherwise there is what is known by names.
+    Where shards are cut differently now, the names are the same, and bucket sizes and the grid of
+    exact sums adapt. Where stages are placed differently, only what is stored by name is used.
 
     Args:
-        exchange: that goes on.
-        state: what `gather_exchange` gave.
-        trained: name -> whether a parameter was trained then, if it may be otherwise now.
+        exchange: the exchange to continue.
+        state: what `gather_exchange` returned.
+        trained: name -> whether a parameter was trained then, if that may have changed.
     """
     parts: list[State] = state.get("parts", [state])
     own = {
@@ -43,7 +43,7 @@ def own_exchange(exchange: Exchange, state: State, trained: Mapping[str, bool]) 
         if trained.get(name, name in exchange.trained) and name not in exchange.divided
     }
     same = [part for part in parts if own == set(chain.from_iterable(part.get("buckets") or ()))]
-    if own and same:  # what FSDP2 sums is in no bucket
+    if own and same:  # gradients that FSDP2 sums are in no bucket
         copy_workers = next((shard.comm for shard in exchange.shards.values()), None)
         return _at_place(same, copy_workers)
     if len(parts) == 1 and not parts_along_axes(exchange.model):
@@ -52,7 +52,7 @@ def own_exchange(exchange: Exchange, state: State, trained: Mapping[str, bool]) 
 
 
 def _at_place(found: Sequence[T], workers: Communicator | None) -> T:
-    """This worker's among those of workers with shards of the same parameters."""
+    """This worker's state among those of workers with shards of the same parameters."""
     if workers is None or len(found) != workers.size:
         return found[0]
     return found[workers.rank]

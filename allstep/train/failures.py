@@ -1,13 +1,13 @@
-"""One worker fails, all stop: who reports what, and how a worker leaves at once.
+"""One worker fails, all stop: which worker reports the error, and how the others end at once.
 
 [Note: one fails, all stop]
 A worker that fails writes its error file, prints its traceback and exits without unwinding
 anything else; its sockets close, so peers in a collective fail too. The launcher notices the
 death and sends SIGTERM to the others, the same signal that a preempted machine sends. The
 two are told apart by looking at the peers of this node: if one has an error file or is gone,
-the signal means "end at once", else "save a checkpoint and end". A thread of its own looks
-at signals as they come, for Python's handlers wait until the main thread is back from a long
-matrix product or a collective.
+the signal means "end at once", else "save a checkpoint and end". A separate thread reads signals
+as they come, because Python's handlers wait until the main thread returns from a long matrix
+product or a collective.
 """
 
 import atexit
@@ -54,12 +54,12 @@ def run_worker(
 
     Args:
         body: returns the exit code; called with this worker's communicator.
-        launcher_pid: the process whose end ends this worker too; by default its parent now.
-        advice: what to say of the run's future when a worker failed, once a node; None where the
-            launcher says what became of its workers.
+        launcher_pid: the process whose end also ends this worker; by default its present parent.
+        advice: how the run can be continued, printed once a node when a worker failed; None if the
+            launcher reports what became of its workers.
 
     Returns:
-        What `body` returned, after all workers came to its end; a worker that a launcher has
+        What `body` returned, once all workers have finished it; a worker that a launcher has
         started doesn't return but exits with this code.
     """
     launch = read_launch()
@@ -82,7 +82,7 @@ def run_worker(
 
 
 def message_of(error: AllstepError) -> str:
-    """The message only, also of an error that a loader's process wrapped in its traceback.
+    """An error's message, without the traceback that a loader's process wraps it in.
 
     >>> message_of(AllstepError("no such file"))
     'no such file'
@@ -94,9 +94,9 @@ def message_of(error: AllstepError) -> str:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exits as `sys.exit` does, but without taking the interpreter apart.
+    """Exits as `sys.exit` does, but without finalizing the interpreter.
 
-    A thread of the backend that still lets go of a tensor then would abort the process.
+    A thread of the backend that releases a tensor during finalization would abort the process.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -143,7 +143,7 @@ class _Guard:
         }
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Reports the exception that is being handled, once among all workers, and leaves."""
+        """Reports the exception that is being handled, once among all workers, and exits."""
         self._leaving.acquire()
         if isinstance(error, KeyboardInterrupt):
             self._end(128 + signal.SIGINT)
@@ -194,17 +194,17 @@ class _Guard:
         return [rank for rank, pid in self._peer_pids.items() if not is_alive(pid)]
 
     def _speaks(self) -> bool:
-        """Whether this worker speaks for its node, to those whose launcher knows less."""
+        """Whether this worker prints advice for its node, as its launcher does not."""
         below = [rank for rank in self._peer_pids if rank < self._launch.rank]
         return self._advice is not None and set(below) <= set(self._ended_peers())
 
     def _advise(self) -> None:
-        """Says how to go on."""
+        """Prints how to continue."""
         if self._advice is not None and self._speaks():
             print(self._advice(), file=sys.stderr, flush=True)
 
     def _end_after_peer(self) -> NoReturn:
-        """Leaves because another worker of this node did."""
+        """Exits because another worker of this node did."""
         if self._speaks():
             for rank in self._ended_peers():
                 pid, host = self._peer_pids[rank], socket.gethostname()
@@ -214,7 +214,7 @@ class _Guard:
         self._end(PEER_LOST)
 
     def _peer_fails_soon(self) -> bool:
-        """The same, giving a dying peer (and the launcher that reaps it) a moment."""
+        """As `_peer_failed`, but gives a dying peer, and the launcher that reaps it, a moment."""
         deadline_s = time.monotonic() + 2 * _POLL_S
         while not (failed := self._peer_failed()) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
@@ -258,7 +258,7 @@ class _Guard:
         self._end(code)
 
     def _end(self, code: int) -> NoReturn:
-        """Ends this process and its loaders now, whatever other threads are doing."""
+        """Ends this process and its loader processes now, whatever other threads are doing."""
         if code > 128:
             self._activity.end(SIGNALLED, signal.Signals(code - 128).name)
         else:  # an error has told of itself before

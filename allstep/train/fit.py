@@ -1,4 +1,4 @@
-"""Trains a task: on workers of which one that fails ends all, or on those that are there."""
+"""Trains a task: on a fixed set of workers that stop together, or on elastic ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -44,29 +44,29 @@ def fit(
     """Trains a task on the workers of `comm`; the result does not depend on their number.
 
     SIGINT and SIGTERM end the run after the current step with a checkpoint. With `elastic` the
-    training goes on in memory when a worker is lost, and others may join; `comm` is then of those
-    that are there. See [Note: elastic training].
+    training continues in memory when a worker is lost, and others may join; `comm` then holds the
+    present workers. See [Note: elastic training].
 
     Args:
         task: model, data, loss, metrics, optimizer.
         options: epochs, batches, precision, what is kept on disk.
         comm: the workers; each of them must call this.
         run_dir: folder for checkpoints and metrics; made if missing.
-        resume: continue from the folder's newest whole checkpoint; "auto" begins where the folder
-            has none.
-        elastic: needs exact sums, and a launcher that lets workers go on without one that is lost,
-            as that of `allstep train --elastic`.
+        resume: continue from the folder's newest complete checkpoint; "auto" starts a new run if
+            the folder has none.
+        elastic: continue when workers are lost; needs exact sums, and a launcher that lets the
+            others live, such as `allstep train --elastic`.
         loggers: called as `logger(scalars, step=step)` with each line of the log, on rank 0 only,
-            which waits for them: `wandb.log` or `mlflow.log_metrics`. An exception in one is a
+            which waits for them: `wandb.log` or `mlflow.log_metrics`. An exception in one becomes a
             warning.
 
     Returns:
-        The run's numbers, the same on every worker.
+        The run's report, the same on every worker.
 
     Raises:
-        UsageError: if options or data don't fit, if there is no such `best_metric`, if another
+        UsageError: if options or data don't fit, if the metrics lack `best_metric`, if another
             process trains in the folder, or if it holds another run.
-        CheckpointError: if there is nothing to resume, or if it is of another model.
+        CheckpointError: if there is nothing to resume, or if it was saved for another model.
 
     Example:
         >>> import tempfile
@@ -150,7 +150,7 @@ def fit_elastic(
 
 @contextmanager
 def _aborted(comm: Communicator) -> Iterator[None]:
-    """Leaves the group when a call has failed, before what still waits is taken down."""
+    """Aborts the process group when a call has failed, before pending work is destroyed."""
     try:
         yield
     except CommunicationError:
@@ -189,7 +189,7 @@ def _loop(
 
 
 def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunReport:
-    """The run's numbers; measures the cost of a sample if the run came to its end."""
+    """The run's report; measures the cost of a sample if the run was completed."""
     meter = loop.meter
     local = [meter.samples_per_s, meter.data_share, meter.exchange_share, meter.data_wait_s]
     means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds fits a model, an optimizer and a run; loaded if it does."""
+"""Checks that a checkpoint fits a model, an optimizer and a run, and loads it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +19,15 @@ def check_same(
     wanted: Mapping[str, Any],
     cure: str = "Resume with the checkpoint's value.",
 ) -> None:
-    """Compares what a resumed run must share with its checkpoint.
+    """Compares the options that a resumed run must have in common with its checkpoint.
 
     Args:
-        saved: options of the checkpoint, by name.
-        wanted: those of this run that must be the same.
+        saved: the checkpoint's options, by name.
+        wanted: this run's options that must be the same.
         cure: what to do if they are not.
 
     Raises:
-        CheckpointError: naming the first that differs.
+        CheckpointError: naming the first option that differs.
     """
     for name, value in wanted.items():
         if saved.get(name) != value:
@@ -42,15 +42,15 @@ def check_same_data(
     wanted: Mapping[str, Any],
     cure: str = "Give it the data that it began with.",
 ) -> None:
-    """Compares what a checkpoint of a `Run` tells of its data; older ones tell less.
+    """Compares the description of the data in a `Run`'s checkpoint; older ones have less of it.
 
     Args:
         state: the checkpoint.
-        wanted: what must be the same, by name.
+        wanted: name -> value that must be the same.
         cure: what to do if it is not.
 
     Raises:
-        CheckpointError: naming the first that differs.
+        CheckpointError: naming the first value that differs.
     """
     check_same({**wanted, **state.get("data", {})}, wanted, cure)
 
@@ -60,13 +60,13 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Args:
         model: the module to fill in place.
-        state: what its `state_dict()` once gave.
+        state: what its `state_dict()` returned.
 
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected or of another shape or
             dtype.
     """
-    expected = model.state_dict(keep_vars=True)  # to look at
+    expected = model.state_dict(keep_vars=True)  # they are only compared
     state = lay_out(expected, state)
     check_model_state(expected, state)
     model.load_state_dict(state)
@@ -101,7 +101,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
     Args:
         optimizer: over the same parameters in the same groups.
-        state: what its `state_dict()` once gave.
+        state: what its `state_dict()` returned.
 
     Raises:
         CheckpointError: if the number of groups, or of parameters in one, differs.
@@ -111,7 +111,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def check_groups(expected: list[int], state: Mapping[str, Any]) -> None:
-    """Compares the groups of a stored optimizer with numbers of parameters.
+    """Compares the groups of a stored optimizer with the expected numbers of parameters.
 
     Raises:
         CheckpointError: as `load_optimizer_state`.

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, those included that torch's counter does not know."""
+"""Counts the floating-point operations of a model, including some that torch does not count."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -11,10 +11,10 @@ _Shape = Sequence[int]
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
-    """Calls a function; the floating-point operations of its matrix products and convolutions.
+    """Counts the floating-point operations of a function's matrix products and convolutions.
 
     Returns:
-        Their number; None if it has none that can be counted, which is not the same as none.
+        Their number; None if no operation could be counted, which does not mean that it is zero.
 
     >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
     48.0
@@ -26,10 +26,10 @@ def count_flops(function: Callable[[], object]) -> float | None:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """By operation, as far as this torch has it; each takes shapes where the operation has tensors.
+    """Operation -> formula, if this torch has it; formulas take shapes in place of tensors.
 
-    [Note: backward] A backward pass does twice the forward pass's products; that of attention makes
-    the scores once more, which torch's formulas for GPUs count, too.
+    [Note: backward] A backward pass does twice the forward pass's products; that of attention also
+    computes the scores again, which torch's formulas for GPUs count, too.
     """
     formulas: dict[str, Callable[..., int]] = {
         "mkldnn_rnn_layer": _one_recurrent_layer,
@@ -58,8 +58,10 @@ def _one_recurrent_layer(x: _Shape, w_input: _Shape, w_hidden: _Shape, *_: Any, 
 def _recurrent_layers(
     x: _Shape, weights: Sequence[_Shape], num_each: int, *_: Any, **__: Any
 ) -> int:
-    """Of layers with two matrices, maybe two biases, and a projection's matrix where it is an odd
-    number; under autocast all of them come as columns.
+    """Operations of recurrent layers.
+
+    Each layer has two matrices, optionally two biases, and a projection matrix if the number of its
+    weights is odd; under autocast all of them come as columns.
     """
     is_odd = num_each % 2
     matrices = (
@@ -85,7 +87,7 @@ def _matrix_vector(matrix: _Shape, vector: _Shape, **_: Any) -> int:
 
 
 def _bilinear(*shapes_and_axes: Any, **_: Any) -> int:
-    """The sum over an index of a product of three tensors, which are given axes of size 1 first."""
+    """A sum over one index of a product of three tensors, after axes of size 1 are inserted."""
     sizes: list[list[int]] = []
     for shape, axes in zip(shapes_and_axes[:3], shapes_and_axes[3:6], strict=True):
         size = list(shape)

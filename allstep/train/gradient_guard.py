@@ -1,4 +1,4 @@
-"""Watches that nothing but `batch.backward` changes anything in the loop over a batch."""
+"""Detects changes in the loop over a batch that `batch.backward` has not made."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,7 +14,7 @@ from allstep.torch_classes import local_part
 
 
 class _State(NamedTuple):
-    """What parameters hold, and how often that and they were changed in place."""
+    """The parameters' gradients, with the version counters of gradients and parameters."""
 
     gradients: list[Tensor | None]
     parameter_versions: list[int]
@@ -22,13 +22,13 @@ class _State(NamedTuple):
 
 
 class GradientGuard:
-    """Makes sure that gradients change by `batch.backward` only; parameters and rates not at all.
+    """Checks that only `batch.backward` changes gradients, and nothing parameters or rates.
 
-    That is while gradients are being summed. A worker has some of the micro-batches, so that any
-    other change would depend on the number of workers.
+    It checks while gradients are summed: a worker has only some of the micro-batches, so that any
+    other change would make the result depend on the number of workers.
 
     Args:
-        exchanges: whose gradients and parameters are looked at.
+        exchanges: the exchanges whose gradients and parameters are checked.
     """
 
     def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
@@ -36,21 +36,23 @@ class GradientGuard:
         self._watched: list[tuple[str, nn.Parameter]] = []
         self._seen = _state_of(self._watched)
         self._rates: list[tuple[Optimizer, list[object]]] = []
-        self._earlier: list[str] = []  # experts' parameters that had a gradient before the batch
+        self._earlier: list[
+            str
+        ] = []  # names of experts' parameters that had a gradient before the batch
 
     def note_earlier(self) -> None:
-        """Before any backward pass of the batch, also those of experts for others' samples."""
+        """Called before any backward pass of the batch, including experts' for other workers."""
         divided = (item for x in self._exchanges for item in x.divided.items())
         self._earlier = [name for name, p in divided if _has_gradient(p)]
 
     def begin(self) -> None:
-        """The loop over the batch's micro-batches begins."""
+        """Called when the loop over the batch's micro-batches begins."""
         optimizers = (optimizer for x in self._exchanges for optimizer in x.optimizers)
         self._rates = [(optimizer, _rates_of(optimizer)) for optimizer in optimizers]
         self.note()
 
     def end(self, step: int) -> None:
-        """It has ended.
+        """Called when the loop over the batch's micro-batches has ended.
 
         Raises:
             UsageError: if a learning rate has changed meanwhile; names the optimizer and the cure.
@@ -66,17 +68,17 @@ class GradientGuard:
                 )
 
     def note(self) -> None:
-        """They are right as they are now."""
+        """Accepts the present gradients and parameters."""
         self._watched = [item for x in self._exchanges for item in x.with_gradients.items()]
         self._seen = _state_of(self._watched)
 
     def refuse_earlier(self, step: int) -> None:
-        """What `p.grad` held before must not be divided by the weights of this batch.
+        """Refuses gradients from before the batch, which its weights would divide, too.
 
         Raises:
-            UsageError: if it held anything.
+            UsageError: if `p.grad` held any.
         """
-        # Experts may have one of this batch already, of other workers' samples.
+        # Experts may already have a gradient of this batch, from other workers' samples.
         others = (
             name
             for x in self._exchanges
@@ -90,19 +92,19 @@ class GradientGuard:
             )
 
     def forget(self) -> None:
-        """From now on they may be changed."""
+        """Allows changes of the gradients from now on."""
         self._watched = []
         self._seen = _state_of(self._watched)
 
     def check(self, step: int) -> None:
-        """Checks that nobody has changed them since `note`.
+        """Checks that nothing has changed since `note`.
 
         Raises:
-            UsageError: names what may have done it, and the cure.
+            UsageError: names what may have changed it, and the cure.
         """
         seen, now = self._seen, _state_of(self._watched)
         are_same = map(is_, now.gradients, seen.gradients)
-        if all(are_same) and now[1:] == seen[1:]:  # looked at list by list, which is fast
+        if all(are_same) and now[1:] == seen[1:]:  # comparing whole lists is fast
             return
         where = f"in the loop over global batch {step}'s micro-batches"
         for k, (name, _) in enumerate(self._watched):
@@ -124,13 +126,13 @@ def _state_of(watched: Sequence[tuple[str, nn.Parameter]]) -> _State:
 
 
 def _rates_of(optimizer: Optimizer) -> list[object]:
-    """A tensor by its version, for to look at its value would mean to wait for its device."""
+    """The learning rates; for a tensor its version, as reading its value waits for the device."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [(id(x), x._version) if isinstance(x, Tensor) else x for x in rates]
 
 
 def _has_gradient(p: nn.Parameter) -> bool:
-    """Whether there is one that is not zero here; the host waits for it."""
+    """Whether `p.grad` is there and not zero on this worker; the host waits for the device."""
     return p.grad is not None and bool(local_part(p.grad).any())
 
 

@@ -1,4 +1,4 @@
-"""Products with a loss's Hessian, refused where torch would get them wrong."""
+"""Products with a loss's Hessian; refuses functions that torch would differentiate wrongly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from allstep.errors import AllstepError
 
-# The code of every backward that torch's decorator has been put on.
+# The code object that every backward has that is decorated with torch's `once_differentiable`.
 _ONCE_DIFFERENTIABLE = once_differentiable(lambda *_: None).__code__
 
 
@@ -20,11 +20,11 @@ def hessian_product(
 
     Args:
         loss: a scalar, with its graph.
-        parameters: that it is a function of.
-        pieces: of the vector, shaped as the parameters.
+        parameters: the parameters that the loss is a function of.
+        pieces: the vector's pieces, in the parameters' shapes.
 
     Returns:
-        The product's pieces; None is zero.
+        The product's pieces; None stands for zeros.
 
     Raises:
         AllstepError: if torch has no second derivative of the loss.
@@ -49,7 +49,7 @@ def hessian_product(
 
 
 def _refuse_once_differentiable(loss: Tensor) -> None:
-    """At the end of a loss, torch takes such a function's slope for a constant, without a word."""
+    """Raises if a once-differentiable function ends the loss: torch takes its slope as constant."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""How each layer's curvature goes with the step that LARS and LAMB would make there."""
+"""Compares each layer's curvature with the step that LARS and LAMB would make in it."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from allstep.train.curvature import Objective, top_eigenvalue
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSharpness:
-    """A parameter tensor of a model, seen by itself; norms are L2.
+    """Measurements of one parameter tensor of a model; norms are L2.
 
     Attributes:
-        name: the parameter's.
-        num_parameters: its elements.
-        weight_norm: of its values.
-        gradient_norm: of the mean loss's gradient.
+        name: the parameter's name.
+        num_parameters: number of its elements.
+        weight_norm: norm of its values.
+        gradient_norm: norm of the mean loss's gradient.
         gradient_density: |g|_1^2 / (num_parameters |g|_2^2): 1 if all elements have one magnitude,
             1 / num_parameters if a single one is not zero.
         gradient_noise: root of the summed variances of its elements from micro-batch to
             micro-batch.
-        top_eigenvalue: largest eigenvalue of the loss's Hessian in this parameter alone, which is
-            the gradient's Lipschitz constant there as far as it is the largest in magnitude.
-        residual: of the eigenvalue, as in `Sharpness`.
+        top_eigenvalue: largest eigenvalue of the loss's Hessian in this parameter only; the
+            gradient's Lipschitz constant there if it is also the largest in magnitude.
+        residual: the eigenvalue's residual, as in `Sharpness`.
 
     Source: You et al., 2020, arXiv:1904.00962 (a Lipschitz constant for each layer); Bernstein et
     al., 2018, arXiv:1802.04434 (density).
@@ -42,22 +42,22 @@ class LayerSharpness:
 
     @property
     def lars_ratio(self) -> float:
-        """weight_norm / gradient_norm, what LARS multiplies a layer's learning rate by."""
+        """weight_norm / gradient_norm, by which LARS multiplies a layer's learning rate."""
         return self.weight_norm / self.gradient_norm if self.gradient_norm else math.nan
 
     @property
     def lamb_ratio(self) -> float:
-        """weight_norm / sqrt(num_parameters), LAMB's in its first step, an update of signs."""
+        """weight_norm / sqrt(num_parameters), LAMB's ratio in its first step, of signs."""
         return self.weight_norm / math.sqrt(self.num_parameters)
 
 
 def measure_layers(
     objective: Objective, *, max_products: int, tolerance: float, seed: int
 ) -> tuple[LayerSharpness, ...]:
-    """Every parameter tensor of a model by itself. Collective.
+    """Measures every parameter tensor of a model separately. Collective.
 
     Args:
-        objective: the loss, as a function of all of them.
+        objective: the loss, as a function of all parameters.
         max_products, tolerance, seed: for each eigenvalue, as in `sharpness`.
     """
     sizes = [p.numel() for p in objective.parameters]
@@ -94,13 +94,13 @@ def _measure(
 
 
 def density(values: Tensor | Sequence[float]) -> float:
-    """How many of some numbers matter: |v|_1^2 / (n |v|_2^2).
+    """The fraction of numbers that contribute to a norm: |v|_1^2 / (n |v|_2^2).
 
     Args:
-        values: n of them.
+        values: n numbers.
 
     Returns:
-        1 if all have one magnitude, 1 / n if a single one is not zero; not a number if none is.
+        1 if all have one magnitude, 1 / n if a single one is not zero; NaN if all are zero.
 
     >>> density([3.0, -3.0, 0.0, 0.0])
     0.5
@@ -113,13 +113,13 @@ def density(values: Tensor | Sequence[float]) -> float:
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's: 1 if both numbers of the pairs rise together, -1 if one falls as the other rises.
+    """Spearman's correlation: 1 if both numbers rise together, -1 if one falls as the other rises.
 
     Args:
         pairs: finite numbers; equal ones share the mean of their ranks.
 
     Returns:
-        The correlation of the ranks; not a number below three pairs, or if one side is constant.
+        The correlation of the ranks; NaN for fewer than three pairs, or if one side is constant.
 
     >>> rank_correlation([(1.0, 10.0), (2.0, 1000.0), (3.0, 100.0)])
     0.5

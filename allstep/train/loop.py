@@ -1,4 +1,4 @@
-"""The training loop: updates, with a log, checkpoints, evaluations and a way to stop."""
+"""The training loop: makes updates, logs, saves checkpoints, evaluates and stops."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from allstep.train.stop import Interrupts, StepStopAgreement
 
 
 class Training(Protocol):
-    """What the loop drives; all workers call each of its methods.
+    """The training that the loop drives; all workers call each of its methods.
 
-    `state_dict` holds everything that the next update depends on, `step` included; the one of
-    rank 0 is stored. After `load_state_dict` the training goes on as if it had not stopped; what
-    that needs on this worker is `local_state`. [Note: divided checkpoints]
+    `state_dict` holds everything that the next update depends on, including `step`; rank 0's is
+    stored. After `load_state_dict` the training continues as if it had not stopped; `local_state`
+    is the part of the state that this worker needs for it. [Note: divided checkpoints]
     """
 
     @property
@@ -38,25 +38,25 @@ class Training(Protocol):
 
     @property
     def num_total_steps(self) -> int | None:
-        """Updates of the whole run, None if that is not known."""
+        """Updates of the whole run; None if their number is unknown."""
 
     def begin_epoch(self) -> bool:
-        """Takes up what belongs to `epoch`; returns whether its samples are of another kind."""
+        """Prepares the data of `epoch`; returns whether its samples are of another kind."""
 
     def updates(self) -> Iterator[Update]:
-        """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
+        """Makes the epoch's remaining updates, one each time that the next is requested."""
 
     def mean_loss(self, loss: Tensor, num_steps: int) -> float:
-        """The mean over all workers and `num_steps` steps, of whose updates `loss` is the sum."""
+        """The mean loss over all workers and `num_steps` steps; `loss` is the sum over these."""
 
     def scalars(self, loss: float) -> Mapping[str, float]:
-        """What to log beside the mean loss since the last line."""
+        """Further scalars for a line of the log; `loss` is the mean loss since the last line."""
 
     def flush(self) -> bool:
-        """Makes the updates that are still to come after the last epoch's end, if any."""
+        """Makes the updates that are still due after the last epoch, if any."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Metrics on the test set; empty where there is nothing to measure."""
+        """Metrics on the test set; empty if there is nothing to measure."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -74,22 +74,22 @@ class Loop:
         training: makes the updates.
         comm: the workers.
         run_dir: folder for checkpoints and metrics; made if missing.
-        interrupts: tells that a signal has come.
-        epochs: of the whole run.
+        interrupts: reports signals.
+        epochs: number of epochs of the whole run.
         log_every_steps: updates between two lines of the log.
         checkpoint_every_steps: updates between two checkpoints; None for one an epoch.
         evaluate_every_epochs: epochs between two evaluations; the last one is always evaluated.
-        keep_checkpoints: how many of the newest stay.
-        best: by which evaluation a checkpoint is kept beside them, and when to stop early.
-        loggers: get what is logged, on rank 0.
-        has_global_losses: whether updates tell the loss of all workers, instead of a part each.
-        data_axis: the workers whose losses are of other samples; by default all.
-        agreement: of `Saver`.
+        keep_checkpoints: number of newest checkpoints that are kept.
+        best: decides which evaluation's checkpoint is kept beside them, and when to stop early.
+        loggers: receive each record of the log, on rank 0.
+        has_global_losses: whether updates hold the loss over all workers, not this worker's part.
+        data_axis: the workers that train on different samples; by default all.
+        agreement: as in `Saver`.
 
     Attributes:
-        has_begun: whether what it goes on from is loaded.
-        meter: how fast it went.
-        metrics: of the last evaluation; empty if there was none.
+        has_begun: whether the state to continue from is loaded.
+        meter: measures the training's speed.
+        metrics: results of the last evaluation; empty if there was none.
         best: as given.
     """
 
@@ -139,23 +139,23 @@ class Loop:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one."""
+        """The newest checkpoint."""
         return self._saver.newest
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """That of the best evaluation; None if there was none that counts."""
+        """The best evaluation's checkpoint; None if no evaluation has counted yet."""
         has_best = self.best is not None and self.best.step is not None
         return self._saver.best_path if has_best else None
 
     @property
     def interrupted(self) -> int | None:
-        """Number of the signal that ended it early, or None."""
+        """Number of the signal that ended the loop early, or None."""
         return self._saver.interrupted
 
     @property
     def stopped_early(self) -> bool:
-        """Whether it ended before the last epoch as the evaluations brought no more gain."""
+        """Whether the loop ended before the last epoch because evaluations no longer improved."""
         is_exhausted = self.best is not None and self.best.is_exhausted
         return is_exhausted and self._training.epoch < self._epochs
 
@@ -168,11 +168,11 @@ class Loop:
         """Trains until the last epoch's end or an agreed stop.
 
         Args:
-            resume: as for `fit`.
-            state: go on from this one instead, of a training that has not been stopped.
+            resume: as in `fit`.
+            state: continue from this state of a running training instead of a checkpoint.
 
         Raises:
-            UsageError: if `resume` is none of its values, if another process trains in the folder,
+            UsageError: if `resume` is not a valid value, if another process trains in the folder,
                 or if it holds another run and `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
@@ -184,12 +184,12 @@ class Loop:
             self._note_evaluation()
             self.has_begun = True
             if state is not None and self._training.step:
-                # Who had to write this step's checkpoint may have been lost before it had.
+                # The worker that had to write this step's checkpoint may have been lost before.
                 self._saver.after_step(self._training.step)
             self._train()
 
     def state_dict(self) -> dict[str, Any]:
-        """The training's state, what evaluations gave, and losses not logged yet."""
+        """The training's state, the evaluations' results, and losses not logged yet."""
         losses = self._losses.to(self._comm.device, copy=True)
         if not self._has_global_losses:
             losses = self._data_axis.all_reduce(losses)
@@ -201,9 +201,9 @@ class Loop:
         }
 
     def own_state(self) -> dict[str, Any]:
-        """What the loop itself has of `state_dict`, on this worker alone.
+        """The loop's own part of `state_dict`, without communication.
 
-        In a step or in an evaluation it is as before.
+        During a step or an evaluation it is the state from before that.
         """
         return {
             **self._noted_evaluations,
@@ -214,7 +214,7 @@ class Loop:
         }
 
     def _note_evaluation(self) -> None:
-        """An evaluation is over, with the best checkpoint that came of it."""
+        """Records that an evaluation is over, and its best checkpoint written, if it was best."""
         self._noted_evaluations = self._evaluations()
 
     def _evaluations(self) -> dict[str, Any]:
@@ -224,11 +224,11 @@ class Loop:
         }
 
     def local_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What `load_state_dict` needs on this worker of what all gave. Collective."""
+        """The part of a `state_dict` that this worker loads. Collective."""
         return self._training.local_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, with an evaluation if one was still to come."""
+        """Continues from what `state_dict` returned, with an evaluation if one is still due."""
         self._training.load_state_dict(state)
         self._evaluated_epoch = state["evaluated_epoch"]
         if self.best is not None and state.get("best") is not None:
@@ -248,7 +248,7 @@ class Loop:
         ):
             if self._training.epoch > self._ended_epoch:  # the others' last step was its last
                 self._end_epoch(progress)
-            # The run may have ended before it could.
+            # The run may have ended before the evaluation could be made.
             if self._training.epoch >= self._epochs and self._training.flush():
                 self._saver.save(self._training.step, replace=True)
             self._evaluate_if_due(progress)
@@ -273,7 +273,7 @@ class Loop:
     def _train_epoch(self, progress: Progress) -> None:
         training = self._training
         if training.begin_epoch():
-            self.meter = Meter()  # such samples take another time
+            self.meter = Meter()  # the next stage's samples take another time
         start_s = time.perf_counter()
         for update in training.updates():
             self._losses = self._losses + update.loss
@@ -295,7 +295,7 @@ class Loop:
         if is_last and self.interrupted is None:
             self._training.flush()
         if is_save_due or is_last:
-            # What may have been saved after the last step is of before the last updates.
+            # A checkpoint that was saved after the last step lacks the last updates.
             self._saver.save(self._training.step, replace=is_last)
             if self._has_global_losses:  # elastic: rank 0 may be lost before it has written it
                 self._comm.barrier()
@@ -304,7 +304,7 @@ class Loop:
         self._ended_epoch = epoch
 
     def _mean_loss(self) -> float:
-        """Since the last line; the one wait for the device in the loop."""
+        """The mean loss since the last line of the log; the loop's only wait for the device."""
         loss = self._training.mean_loss(self._losses, self._num_losses)
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0

@@ -1,4 +1,4 @@
-"""What the next step of a user's own loop depends on: its models, its data, what the user names."""
+"""The state of a user's own loop: its models, its position in the data, and objects it names."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,19 +33,19 @@ from allstep.train.fitting import check_same, load_model_state, load_optimizer_s
 
 
 class LoopState:
-    """Collects it and loads it, in place.
+    """Collects the state of a user's own loop, and loads it in place.
 
     Args:
         loader: from `allstep.data.loader`.
         exchanges: from `allstep.attach`.
-        parts: name -> optimizers, schedulers and so on.
+        parts: name -> optimizer, scheduler or other object with a state.
 
     Attributes:
-        comm: all workers; where some share a copy of a model, these too.
+        comm: all workers, including those that share a copy of a model.
 
     Raises:
-        UsageError: if an argument is of a wrong kind, or an optimizer updates more than a model
-            that is divided over the workers.
+        UsageError: if an argument is of a wrong kind, or if an optimizer updates a divided model
+            and other parameters.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LoopState:
         """Checks what `steps` was given.
 
         Raises:
-            UsageError: if it is not the same.
+            UsageError: if loader or exchanges are not this object's.
         """
         if loader is not self.loader or exchanges != self.exchanges:
             raise UsageError(
@@ -78,23 +78,24 @@ class LoopState:
             )
 
     def options(self) -> dict[str, Any]:
-        """What must be the same where it is loaded."""
+        """Options that must be the same when the state is loaded."""
         kinds = {name: type(part).__name__ for name, part in self.parts.items()}
         return {**self.loader.options(), "state": kinds, "exchanges": len(self.exchanges)}
 
     def seed_epoch(self, epoch: int) -> None:
-        """Sets the random states of an epoch's code around `steps`, whoever runs it, and when."""
+        """Sets the random states of an epoch's code around `steps`, the same in every run."""
         seed_all(derive_seed(self.loader.seed, _EPOCH, epoch), self.comm.device)
 
     def models(self) -> list[dict[str, Any]]:
-        """Their state dicts. Collective if a model is divided, as what follows."""
+        """The models' state dicts. This and the next methods are collective for divided models."""
         return [whole_tensors(x.model, x.model.state_dict()) for x in self.exchanges]
 
     def gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
-        """Name -> gradient, of each model that it is to be kept of; more may be added.
+        """Name -> gradient for each model; None in its place if the gradient is not kept.
 
-        Of other models it is None: what is there was used, and will be zero. Optimizers update by
-        their momentum what has such a gradient, and leave alone what has none.
+        Gradients are kept if more may be added to them. None means that the gradient was used and
+        will be zero: optimizers with momentum update such a parameter, but not one that has no
+        gradient at all.
         """
         found = []
         for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
@@ -105,12 +106,12 @@ class LoopState:
         return found
 
     def awaits_update(self, state: Mapping[str, Any]) -> list[bool]:
-        """Of which models a state has gradients that no update was made of."""
+        """For each model whether the state has gradients that no update has used yet."""
         gradients = state["gradients"] or [{}] * len(self.exchanges)
         return [any(x is not None for x in stored.values()) for stored in gradients]
 
     def trained(self) -> list[dict[str, bool]]:
-        """Name -> whether a parameter is trained, rather than frozen; of each model."""
+        """For each model: name -> whether the parameter is trained, rather than frozen."""
         found = []
         for model in (exchange.model for exchange in self.exchanges):
             own = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -130,11 +131,11 @@ class LoopState:
         return whole_tensors(model, part.state_dict())
 
     def exchange_states(self) -> list[dict[str, Any] | None]:
-        """What is exchanged late, and how; on rank 0."""
+        """The exchanges' states, with gradients that are exchanged late; on rank 0."""
         return [gather_exchange(exchange) for exchange in self.exchanges]
 
     def local(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this worker needs of what these gave, under the names that a checkpoint has."""
+        """The part of a checkpoint's state that this worker needs."""
         own = zip(self.exchanges, state["models"], strict=False)
         models = [local_model(exchange.model, stored) for exchange, stored in own]
         parts = dict(state["state"])
@@ -166,10 +167,10 @@ class LoopState:
         }
 
     def state_dict(self, are_kept: Sequence[bool] | None = None) -> dict[str, Any]:
-        """What every worker has of it by itself, but for `position`; with exact sums all.
+        """The state that each worker has itself, without `position`; complete with exact sums.
 
         Args:
-            are_kept: of which models gradients are; None for all.
+            are_kept: for each model whether its gradients are kept; None to keep all.
         """
         return {
             "options": self.options(),
@@ -180,10 +181,10 @@ class LoopState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave, with the position or without.
+        """Loads what `state_dict` returned, with or without the position.
 
         Raises:
-            CheckpointError: if it is of other data, another policy, model or optimizer.
+            CheckpointError: if it was saved with other data, another policy, model or optimizer.
         """
         check_same(state["options"], self.options())
         for exchange, stored in zip(self.exchanges, state["models"], strict=True):
@@ -209,7 +210,7 @@ class LoopState:
                 parameters[name].grad = None
             for name, gradient in stored.items():
                 p = parameters.get(name)
-                if p is not None:  # which other workers have of a divided model
+                if p is not None:  # None if other workers have it, in a divided model
                     p.grad = (
                         torch.zeros_like(p)
                         if gradient is None
@@ -217,7 +218,7 @@ class LoopState:
                     )
 
     def position(self) -> dict[str, Any]:
-        """Where loader and exchanges are, as every worker knows by itself."""
+        """The positions of loader and exchanges, which every worker knows itself."""
         return {
             "loader": self.loader.state_dict(),
             "exchanges": [exchange.replicated_state() for exchange in self.exchanges],
@@ -235,10 +236,10 @@ class LoopState:
 
 
 class BeforeStep:
-    """What a step changes of a model before its update, as it was before.
+    """A copy of what a step changes in a model before the update.
 
     Args:
-        model: whose buffers and gradients are copied.
+        model: the model; its buffers and gradients are copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -248,7 +249,7 @@ class BeforeStep:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """May be called again."""
+        """Restores the copy; may be called again."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
         for p, gradient in self._gradients:
@@ -256,12 +257,12 @@ class BeforeStep:
 
 
 def _parameters(exchange: Exchange) -> dict[str, nn.Parameter]:
-    """All that may have a gradient: also what is frozen by now, or trained since `attach`."""
+    """All parameters that may have a gradient, including those frozen or thawed since `attach`."""
     return {**dict(exchange.model.named_parameters()), **exchange.with_gradients}
 
 
 def _restore_frozen(exchange: Exchange, trained: Mapping[str, bool]) -> None:
-    """Has a model train what it trained when the state was taken."""
+    """Freezes and thaws parameters as they were when the state was taken."""
     changed = []
     for name, p in exchange.model.named_parameters():
         is_trained = trained.get(name, p.requires_grad)
@@ -286,7 +287,7 @@ _MADE_BY = {"checkpoint": "AutoCheckpoint", "elastic": "Elastic"}
 
 
 def check_exchanges(exchanges: tuple[object, ...]) -> None:
-    """Raises UsageError unless there are some, and nothing else."""
+    """Raises UsageError unless there is at least one, and all are exchanges."""
     if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
         kinds = first_few([type(exchange).__name__ for exchange in exchanges], _MOST) or "none"
         raise UsageError(
@@ -316,7 +317,7 @@ def _check_arguments(loader: object, exchanges: tuple[object, ...], state: objec
 
 
 def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
-    """Those of the exchanges, and those with other parts of a model."""
+    """The workers of the exchanges, and those with other parts of a model."""
     for model in (exchange.model for exchange in exchanges):
         for part in parts_along_axes(model):
             return part.mesh.comm
@@ -324,7 +325,7 @@ def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
 
 
 def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -> nn.Module | None:
-    """The divided model that an optimizer updates, or that a part is, as an average; if any."""
+    """The divided model that an optimizer updates, or that a part is; an `AveragedModel`, say."""
     if isinstance(part, nn.Module) and _is_divided(part):
         return part
     if not isinstance(part, Optimizer):

@@ -1,4 +1,4 @@
-"""A worker's losses of one global batch, and what each counts."""
+"""A worker's losses of one global batch, and the weight of each."""
 
 import math
 
@@ -17,63 +17,63 @@ class Losses:
     [Note: weights] says how they are weighed; all of a global batch are of one kind.
 
     Args:
-        exchanges: that the gradients go to.
-        num_samples: of the whole global batch, over all workers.
+        exchanges: the exchanges of the gradients.
+        num_samples: samples of the whole global batch, over all workers.
     """
 
     def __init__(self, exchanges: tuple[Exchange, ...], num_samples: int) -> None:
         self._exchanges = exchanges
         self._num_samples = num_samples
-        self._found: list[tuple[Tensor, float, float]] = []  # with a factor and a weight
+        self._found: list[tuple[Tensor, float, float]] = []  # losses with their factors and weights
         self._are_sums: bool | None = None
-        self._num_before = 0  # the micro-batch
-        self._share = 0.0  # of the micro-batch in the samples
+        self._num_before = 0  # losses before this micro-batch
+        self._share = 0.0  # the micro-batch's share of the samples
         self._weight: float | None = None  # of the micro-batch
 
     @property
     def is_kind_open(self) -> bool:
-        """Whether none has come yet."""
+        """Whether no loss has been added yet."""
         return self._are_sums is None
 
     @property
     def sum_factor(self) -> float:
-        """About 1 / num_samples, in whose multiplication nothing is rounded. [Note: weights]"""
+        """A power of two near 1 / num_samples: multiplying by it is exact. [Note: weights]"""
         return 2.0 ** (1 - self._num_samples.bit_length())
 
     @property
     def gradient_share(self) -> float:
-        """How much of `p.grad`, before the exchange, the micro-batch's mean gradient is."""
+        """The factor of the micro-batch's mean gradient in `p.grad` before the exchange."""
         return self._share if self._weight is None else self.sum_factor * self._weight
 
     def statistics_share(self) -> float:
-        """How much the micro-batch's statistics count, once its loss is known."""
+        """The weight of the micro-batch's statistics, once its loss is known."""
         return self._share if self._weight is None else self._weight
 
     def begin_pass(self) -> None:
-        """Over all micro-batches, anew."""
+        """Resets the sums before a pass over all micro-batches."""
         self._found.clear()
         self._are_sums = None
 
     def begin_micro_batch(self, num_samples: int) -> None:
-        """Those that follow are of another one."""
+        """The losses that follow belong to the next micro-batch."""
         self._share, self._weight = num_samples / self._num_samples, None
         self._num_before = len(self._found)
 
     def end_micro_batch(self) -> None:
-        """One without a loss counts as a mean."""
+        """Ends a micro-batch; one without a loss counts as a mean."""
         if len(self._found) == self._num_before:
             self._note_kind(is_sum=False)
 
     def add(self, loss: Tensor, weight: float | None) -> float:
-        """Takes one in; returns what to multiply it by before it is differentiated.
+        """Adds a loss; returns the factor to multiply it by before it is differentiated.
 
         Args:
             loss: a scalar; the mean over the micro-batch, or with `weight` a sum.
-            weight: of a sum; None for a mean.
+            weight: the weight of a sum; None for a mean.
 
         Raises:
-            UsageError: if it is no tensor of one number, if weights can't be used here, or only
-                some losses have one.
+            UsageError: if `loss` is not a one-element tensor, if weights can't be used here, or if
+                only some losses have one.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else loss
@@ -94,7 +94,7 @@ class Losses:
         return factor
 
     def local_sums(self, device: torch.device) -> Tensor:
-        """Of this worker's losses and weights; added up over the workers, they give `mean_of`."""
+        """Sums of this worker's losses and weights; `mean_of` takes their sum over the workers."""
         total = digits_of(torch.zeros(3, device=device))
         are_sums = bool(self._are_sums)
         for loss, factor, weight in self._found:
@@ -131,7 +131,7 @@ class Losses:
             )
 
     def _note_kind(self, *, is_sum: bool) -> None:
-        """A loss is a sum with a weight or a mean, like the others of the global batch."""
+        """Raises if a loss is a weighted sum while the batch's others are means, or vice versa."""
         if self._are_sums is None:
             self._are_sums = is_sum
         if self._are_sums != is_sum:
@@ -144,7 +144,7 @@ class Losses:
 
 
 def mean_of(sums: Tensor) -> float:
-    """The mean loss, of what `Losses.local_sums` came to over all workers."""
+    """The mean loss from the sum of all workers' `Losses.local_sums`."""
     loss_sum, weights, num_weighed = sum_of_digits(sums).tolist()
     if not num_weighed:
         return float(loss_sum)

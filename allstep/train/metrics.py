@@ -1,4 +1,4 @@
-"""A run's numbers over time: JSON lines and CSV for programs, TensorBoard for eyes, loggers."""
+"""A run's metrics over time, as JSON lines, CSV, TensorBoard files, and calls of loggers."""
 
 import json
 import logging
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _FILE, _TABLE = "metrics.jsonl", "metrics.csv"
 _RESERVED = ("time", "non_finite")
-_COMPARED_BYTES = 1 << 16  # of the log's end, for what was written last
+_COMPARED_BYTES = 1 << 16  # of the log's end, searched for the last records
 
 
 class Logger(Protocol):
-    """Takes a record's numbers, as `wandb.log` and `mlflow.log_metrics` do."""
+    """A function that logs scalars, such as `wandb.log` or `mlflow.log_metrics`."""
 
     def __call__(self, scalars: dict[str, float], /, *, step: int) -> object: ...
 
@@ -35,24 +35,24 @@ class MetricsLog:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/tensorboard`, on rank 0 only.
 
     A line is a JSON object with `step`, `epoch`, `time` (seconds since 1970) and the scalars.
-    JSON has no nan nor infinity: such a scalar is null, and `non_finite` says what it was.
+    JSON has neither NaN nor infinity: such a scalar is null, and `non_finite` says what it was.
     When the log is closed, `run_dir/metrics.csv` gets a row for each step.
 
-    Loggers get each record's scalars and `epoch`. One that raises ends no training: its first
-    exception becomes a warning, later ones are passed over, and it goes on getting records.
+    Loggers get each record's scalars and `epoch`. A logger that raises does not end the training:
+    its first exception becomes a warning, later ones are ignored, and it still gets all records.
 
     Args:
         run_dir: the run's folder; made if missing.
         comm: its workers.
         loggers: called on rank 0 only.
-        keeps_last: whether every worker keeps the last records, in case rank 0 dies before they are
-            in the file.
+        keeps_last: whether every worker keeps the last records, in case rank 0 dies before it has
+            written them.
 
     Attributes:
         last: the last two records, a step's and an evaluation's, if they are kept.
 
     Raises:
-        UsageError: if a logger can't be called.
+        UsageError: if a logger is not callable.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class MetricsLog:
         """Appends one record.
 
         Args:
-            step: optimizer steps done.
-            epoch: passes over the data done.
-            scalars: numbers or one-element tensors by name.
+            step: number of optimizer steps made.
+            epoch: number of passes over the data made.
+            scalars: name -> number or one-element tensor.
 
         Raises:
-            UsageError: if a name is one of the record's own.
+            UsageError: if a name is a reserved name of the record.
             CheckpointError: if the disk is full or can't be written.
         """
         for name in _RESERVED:
@@ -100,7 +100,7 @@ class MetricsLog:
             self._put(record)
 
     def _put(self, record: dict[str, Any]) -> None:
-        """Writes a record wherever records go."""
+        """Writes a record to the files and passes it to the loggers."""
         self._append(record)
         self._last_step = step = record["step"]
         values = _values(record)
@@ -118,10 +118,10 @@ class MetricsLog:
                 self._failed.add(index)
 
     def complete(self, last: Sequence[dict[str, Any]]) -> None:
-        """Appends those of the last records that whoever wrote before has not written.
+        """Appends those of the last records that the previous writer has not written.
 
         Args:
-            last: `last` of a log in the same folder.
+            last: the attribute `last` of a log in the same folder.
         """
         self.last = list(last)
         path = self._run_dir / _FILE
@@ -135,7 +135,7 @@ class MetricsLog:
                 self._put(record)
 
     def close(self) -> None:
-        """Closes the files; what a full disk did not take is lost, and a warning says so."""
+        """Closes the files; records that a full disk did not take are lost, with a warning."""
         closing = [file.close for file in (self._file, self._board) if file is not None]
         if self._is_writer and self._last_step:
             closing.append(lambda: _write_table(self._run_dir, self._last_step))
@@ -156,14 +156,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path | str, *, last_bytes: int | None = None) -> list[dict[str, float]]:
-    """Reads a run's records, one a step, in the order of steps.
+    """Reads a run's records, one per step, in the order of steps.
 
-    Lines of the same step are merged; a later line wins, for after a resumption steps repeat.
-    A line that was torn by a kill is left out.
+    Lines of the same step are merged; a later line wins, as steps repeat after a resumption. An
+    incomplete line, left by a killed process, is ignored.
 
     Args:
         path: a `metrics.jsonl` or the run's folder.
-        last_bytes: read only so much of its end; None for all of it.
+        last_bytes: read only this many bytes at the end; None to read the whole file.
 
     Raises:
         UsageError: if there is no such file.
@@ -180,9 +180,9 @@ def read_metrics(path: Path | str, *, last_bytes: int | None = None) -> list[dic
 
 
 def _write_table(run_dir: Path, last_step: int) -> None:
-    """A row for each step of the log, whole or not at all; a cell is empty if there is none.
+    """Writes `metrics.csv` atomically, with a row for each step; missing values are empty cells.
 
-    What the log has of later steps was undone when the run went back to a checkpoint.
+    Records of later steps than the last were undone when the run went back to a checkpoint.
     """
     records = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     columns = list(dict.fromkeys(name for record in records for name in record))
@@ -215,7 +215,7 @@ def _warn_of(logger: Logger, index: int, step: int, error: Exception) -> None:
 
 
 def _records(path: Path, last_bytes: int | None) -> list[dict[str, float]]:
-    """One a line, in the file's order, of its end only if so many bytes are given."""
+    """The file's records, in order; only those in the last bytes if a number is given."""
     with path.open("rb") as file:
         if last_bytes is not None:
             file.seek(max(0, path.stat().st_size - last_bytes))
@@ -225,7 +225,7 @@ def _records(path: Path, last_bytes: int | None) -> list[dict[str, float]]:
 
 
 def _parsed(line: str) -> dict[str, float] | None:
-    """A line's record with its nan and infinities; None for one that is torn or damaged."""
+    """A line's record with its NaN and infinities; None if the line is incomplete or damaged."""
     try:
         record = json.loads(line)
         words = record.pop("non_finite", {})
@@ -237,7 +237,7 @@ def _parsed(line: str) -> dict[str, float] | None:
 
 
 def _kind(record: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """What tells a record from others: its step, and what it holds."""
+    """What identifies a record: its step, and the names of its scalars."""
     return record["step"], frozenset(record) - {"non_finite"}
 
 
@@ -253,14 +253,14 @@ def _as_json(values: dict[str, float]) -> dict[str, Any]:
 
 
 def _values(record: Mapping[str, Any]) -> dict[str, float]:
-    """What was written, without the record's own names; undoes `_as_json`."""
+    """A record's scalars, without its reserved names; the inverse of `_as_json`."""
     words = record.get("non_finite", {})
     given = {name: v for name, v in record.items() if name not in ("step", "epoch", *_RESERVED)}
     return given | {name: float(word) for name, word in words.items()}
 
 
 def _open_for_append(path: Path) -> TextIO:
-    """The file, at the start of a line even if the last one was torn."""
+    """Opens the file at the start of a line, even if the last one is incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if file.tell():
@@ -271,7 +271,7 @@ def _open_for_append(path: Path) -> TextIO:
 
 
 def _open_board(run_dir: Path, first_step: int) -> "SummaryWriter":
-    """TensorBoard's writer; what a killed run wrote from `first_step` on is not shown."""
+    """TensorBoard's writer; records of a killed run from `first_step` on are hidden."""
     from torch.utils.tensorboard import SummaryWriter  # a second to import, on rank 0 only
 
     return SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step, flush_secs=10)

@@ -21,7 +21,7 @@ _DECAY = 0.99
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One step's squared norms, in float64; `micro` is 0 but on the worker of micro-batch 0."""
+    """One step's squared norms, float64; `micro` is 0 except on the worker of micro-batch 0."""
 
     micro_squared_norm: Tensor
     global_squared_norm: Tensor
@@ -33,22 +33,22 @@ class NoiseProbe:
 
     [Note: noise at fixed micro-batches] The small batch is micro-batch 0 of the global batch,
     whichever worker has it, so that the estimate does not depend on the workers. That worker
-    sends nothing during its backward pass, for only its own gradient may be in `p.grad`; then the
-    step goes on as ever. The norms stay on the device, and are summed over the workers together
-    with the loss when that is logged (or before a checkpoint): no collective is added.
+    sends nothing during its backward pass, because `p.grad` may hold only its own gradient; then
+    the step continues as usual. The norms stay on the device, and are summed over the workers
+    together with the loss when it is logged (or before a checkpoint): no collective is added.
 
     Steps whose gradients are not finite, or that are no larger than a micro-batch, are left out.
 
     Args:
-        exchange: of the model.
-        precision: for its gradient scaler.
+        exchange: the model's exchange.
+        precision: the run's precision, for its gradient scaler.
         micro_batch: samples of micro-batch 0.
-        every_steps: steps between two measurements; 0 for none at all.
+        every_steps: steps between two measurements; 0 to measure nothing.
 
     Attributes:
         micro_batch: as given; a later stage may have another.
-        scale: the recent estimate; the same on every worker.
-        mean_scale: over the whole stage, all measurements alike.
+        scale: the recent estimate, in samples; the same on every worker.
+        mean_scale: the estimate over the whole stage, all measurements weighted equally.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NoiseProbe:
         self.scale, self.mean_scale = NoiseScale(_DECAY), NoiseScale()
 
     def begin_stage(self, micro_batch: int) -> None:
-        """Forgets what other samples were like; call `flush` first."""
+        """Resets the estimates for a stage with other samples; call `flush` first."""
         self.micro_batch = micro_batch
         self.scale, self.mean_scale = NoiseScale(_DECAY), NoiseScale()
 
@@ -83,7 +83,7 @@ class NoiseProbe:
         return batch.micro_batch.index == 0 and self.wants(batch)
 
     def see_micro_batch(self, batch: Batch) -> None:
-        """Takes the norm of the gradient, which is only the current micro-batch's share."""
+        """Measures the norm of `p.grad`, which holds only the current micro-batch's share."""
         norm = self._squared_norm(self._exchange.local_gradients().values())
         share = batch.gradient_share
         self._micro = (
@@ -91,7 +91,7 @@ class NoiseProbe:
         )  # without weight it says nothing
 
     def see_global(self, batch: Batch) -> None:
-        """Takes the norm of `p.grad`, which holds the global gradient, if the step is measured."""
+        """Measures the norm of the global gradient in `p.grad`, if the step is measured."""
         if not self.wants(batch):
             return
         whole = self._squared_norm(
@@ -102,7 +102,7 @@ class NoiseProbe:
         self._micro = None
 
     def all_reduce(self, comm: Communicator, x: Tensor) -> Tensor:
-        """The sum of `x`, [n], over the workers, and of what was measured along with it."""
+        """Sums `x`, [n], over the workers, together with the pending measurements."""
         local = [measured.micro_squared_norm.to(x.device)[None] for measured in self._pending]
         summed = comm.all_reduce(torch.cat([x, *local]))
         total, micro = summed[: len(x)], summed[len(x) :]
@@ -112,19 +112,19 @@ class NoiseProbe:
         return total
 
     def flush(self, comm: Communicator) -> None:
-        """Takes in what was measured since the loss was logged. All workers call it."""
+        """Adds the measurements made since the loss was last logged. All workers call it."""
         if self._pending:
             self.all_reduce(comm, torch.zeros(0, dtype=torch.float64))
 
     @property
     def scalars(self) -> dict[str, float]:
-        """What to log."""
+        """Scalars for the log."""
         value = self.scale.value
         return {} if value is None else {"noise_scale": value}
 
     @property
     def summary(self) -> str | None:
-        """What the run found out, in the user's terms; None if nothing was measured."""
+        """The result in words, for the user; None if nothing was measured."""
         return self.scale.summary(self.micro_batch) if self.scale.num_updates else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class NoiseProbe:
         return {"recent": self.scale.state_dict(), "mean": self.mean_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues with what `state_dict` gave."""
+        """Continues from what `state_dict` returned."""
         self.scale.load_state_dict(state["recent"])
         self.mean_scale.load_state_dict(state["mean"])
 
@@ -149,6 +149,6 @@ class NoiseProbe:
             )
 
     def _squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Without the gradient scaler's factor."""
+        """The squared norm, without the gradient scaler's factor."""
         norm = nn.utils.get_total_norm(gradients).double() / self._scaler.get_scale()
         return norm.square()

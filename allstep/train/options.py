@@ -1,4 +1,4 @@
-"""What the loop can be told, whatever the recipe; every field is a flag of `allstep train`."""
+"""Options of the training loop, for any recipe; every field is a flag of `allstep train`."""
 
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -9,7 +9,7 @@ from allstep.errors import UsageError, check_integer
 from allstep.exchange import ExchangePolicy, make_policy
 from allstep.train.best import BestMetric
 
-_SPARSE = ("powersgd", "topk")  # what they leave out comes in later steps
+_SPARSE = ("powersgd", "topk")  # what they omit is sent in later steps
 
 _AT_LEAST_ONE = (
     "epochs",
@@ -117,10 +117,10 @@ class TrainOptions:
 
     @property
     def best(self) -> BestMetric | None:
-        """Follows `best_metric` from a run's start on; None if there is none to follow.
+        """Tracks `best_metric` from a run's start; None if no `best_metric` is given.
 
         Raises:
-            UsageError: if it and the fields that go with it don't fit each other.
+            UsageError: if the fields for the best metric contradict each other.
         """
         if self.best_metric is not None:
             return BestMetric(
@@ -160,7 +160,7 @@ class TrainOptions:
         """`shares` as `allstep.data.loader` takes it.
 
         Raises:
-            UsageError: if it is no list of numbers.
+            UsageError: if it is not a list of numbers.
         """
         if self.shares in ("equal", "measured"):
             return cast(SharesArgument, self.shares)
@@ -173,7 +173,7 @@ class TrainOptions:
             ) from None
 
     def __post_init__(self) -> None:
-        _ = self.exchange_policy, self.best  # which check their own
+        _ = self.exchange_policy, self.best  # these properties check their own fields
         if self.loader_shares != "equal" and self.sync_every is not None:
             raise UsageError(
                 f"`shares` (={self.shares!r}) would have a worker with more micro-batches count for"
