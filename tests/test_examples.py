@@ -32,6 +32,7 @@ def test_alone_it_learns(alone):
     assert float(alone.split()[2].rstrip(",")) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", ["2", pytest.param("3", marks=pytest.mark.long)])
 def test_torchrun_gives_the_same(alone, num_workers):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_workers]

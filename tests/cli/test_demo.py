@@ -196,6 +196,7 @@ class TestProcesses:
             left = processes.start(1, sleep)
         assert left.exit_codes == [-signal.SIGKILL]
 
+    @pytest.mark.slow
     def test_workers_that_take_too_long(self, tmp_path):
         with Processes(tmp_path, timeout_s=0.1, preload=self.PRELOAD) as processes:
             with pytest.raises(WorkerError, match=r"took longer than 0.1 s"):

@@ -59,7 +59,8 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("fails", ["rank 0", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["rank 0", "all"])
 def test_a_script_that_fails_behind_the_training(fails: str, tmp_path: Path) -> None:
     """Nobody does what it has still to do: the launcher exits with its code."""
     flags = ("--elastic", "--workers", 2, "--run-dir", tmp_path / "run")

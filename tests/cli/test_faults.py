@@ -72,7 +72,7 @@ def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error
     ("fault", "message"),
     [
         ("raise_usage", "error: `width` (=0) must be at least 1.\n"),
-        ("raise_data_error", "error: cat.jpg is no image.\n"),
+        pytest.param("raise_data_error", "error: cat.jpg is no image.\n", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -131,8 +131,8 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
 @pytest.mark.parametrize(
     ("num_workers", "number"),
     [
-        (1, signal.SIGINT),
         (2, signal.SIGTERM),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
     ],
@@ -147,6 +147,7 @@ def test_a_signal_lets_every_worker_finish(tmp_path, number, num_workers):
     assert len(list(tmp_path.glob("*.done"))) == num_workers
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_worker_ends_the_run_with_its_exit_code(tmp_path):
     run = Faulty(2, "work_until_asked", tmp_path)
     psutil.Process(run.pids()[1]).send_signal(signal.SIGTERM)

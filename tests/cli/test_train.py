@@ -87,6 +87,7 @@ def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(short_run, capfd
     assert accuracy in capfd.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_shares_are_of_the_workers_that_there_are(tmp_path, capfd):
     """A run that was cut for two goes on, and is evaluated, on any number."""
     run_dir = str(tmp_path / "run")

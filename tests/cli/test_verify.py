@@ -171,7 +171,7 @@ def test_real_workers_of_the_right_script(tmp_path):
         ("1,2", [], True),
         # Two copies against two copies in halves.
         pytest.param("2,4", ["--copies", "2"], True, marks=pytest.mark.slow),
-        ("1,2", ["--inner-dropout", "0.5"], False),
+        pytest.param("1,2", ["--inner-dropout", "0.5"], False, marks=pytest.mark.slow),
     ],
     ids=["halves", "two copies in halves", "dropout of divided features"],
 )
@@ -524,7 +524,10 @@ def test_a_model_that_fsdp2_shards(flags, causes):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("flags", "causes"), [([], []), (["--factor"], ["sum repeated"])])
+@pytest.mark.parametrize(
+    ("flags", "causes"),
+    [pytest.param([], [], marks=pytest.mark.slow), (["--factor"], ["sum repeated"])],
+)
 def test_stages_of_a_pipeline_are_compared(flags, causes):
     """Each worker has others; samples are those of the first one's calls."""
     script = SCRIPT.with_name("stages.py")

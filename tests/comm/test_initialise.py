@@ -519,6 +519,7 @@ def test_two_jobs_of_mpiexec_and_shells_between_meet_apart():
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_script_under_srun_variables(tmp_path, free_port):
     """Slurm itself is not needed: its variables are, and a first host that is this one."""
     script = tmp_path / "start.sh"

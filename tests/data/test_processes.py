@@ -212,7 +212,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("then", "code", "method"),
     [
-        ("pass", 0, "fork"),
+        pytest.param("pass", 0, "fork", marks=pytest.mark.slow),
         pytest.param("sys.exit(3)", 3, "fork", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), 9)", -9, "fork"),
         pytest.param("os.kill(os.getpid(), 9)", -9, "forkserver", marks=pytest.mark.slow),

@@ -239,7 +239,7 @@ def train_exactly(comm: Communicator, kind: str) -> dict[str, dict[str, Tensor]]
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("2 x 2", 4),
+        pytest.param("2 x 2", 4, marks=pytest.mark.slow),
         pytest.param("3 x 2", 6, marks=pytest.mark.slow),
         pytest.param("2 x 2 x 2", 8, marks=pytest.mark.long),
     ],

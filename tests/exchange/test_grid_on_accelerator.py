@@ -133,6 +133,7 @@ def test_local_gradients_hold_what_was_not_looked_at_yet() -> None:
     assert all(map(torch.equal, on_accelerators(1, worker)[0], alone))
 
 
+@pytest.mark.slow
 def test_experts_on_other_workers_have_the_same_bits() -> None:
     """Which come to an expert's worker in one pass; some leave the grid."""
 

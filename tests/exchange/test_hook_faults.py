@@ -80,7 +80,6 @@ def wait_for(folder: Path, names: list[str]) -> None:
     [
         (in_ddp, "prompt", signal.SIGKILL),
         (in_fsdp, "late", signal.SIGKILL),
-        (in_ddp, "late", signal.SIGSTOP),
         *(
             pytest.param(wrap, name, number, marks=pytest.mark.slow)
             for wrap in (in_ddp, in_fsdp)

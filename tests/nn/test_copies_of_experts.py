@@ -36,13 +36,13 @@ Run = Callable[..., dict[str, Tensor]]
     ("size", "options"),
     [
         (4, {"copies": 2}),
-        (3, {"copies": 3}),
-        (6, {"copies": 3, "num_experts": 2}),
+        pytest.param(3, {"copies": 3}, marks=pytest.mark.slow),
+        pytest.param(6, {"copies": 3, "num_experts": 2}, marks=pytest.mark.slow),
         (4, {"copies": 2, "policy": PLAIN}),
-        (4, {"copies": 2, "weigh": True}),
+        pytest.param(4, {"copies": 2, "weigh": True}, marks=pytest.mark.slow),
         (4, {"copies": 2, "weigh": True, "policy": EXACT}),
         (4, {"copies": 2, "shares": [1, 4, 1, 2]}),
-        (4, {"copies": 2, "num_passes": 2}),
+        pytest.param(4, {"copies": 2, "num_passes": 2}, marks=pytest.mark.slow),
         (4, {"copies": 2, "clip": clip_over_all}),
         (4, {"copies": 2, "kind": partial(allstep.optim.LAMB, lr=0.05)}),
     ],
@@ -70,6 +70,7 @@ def test_twenty_one_steps_of_eight_workers(policy: allstep.Synchronous, run: Run
     assert largest_difference(one, run(8, copies=4, **options)) < 1e-10
 
 
+@pytest.mark.slow
 def test_exact_sums_have_the_same_bits(thread_generators: Any) -> None:  # noqa: F811
     """In float32, on any number of workers and copies; float sums have others."""
 
@@ -269,6 +270,7 @@ def test_copies_begin_with_the_same_values() -> None:
     merged(run_ranks(4, attach))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_copies(
     tmp_path: Path,
     thread_generators: Any,  # noqa: F811

@@ -146,7 +146,9 @@ def assert_same_bits(found: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "sgd", "factors": JUMPS}], ids=["adamw", "sgd, jumps"]
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"optimizer": "sgd", "factors": JUMPS}],
+    ids=["adamw", "sgd, jumps"],
 )
 def test_experts_have_the_same_bits_on_any_number_of_workers(
     run: Run, options: dict[str, Any]
@@ -157,6 +159,7 @@ def test_experts_have_the_same_bits_on_any_number_of_workers(
         assert_same_bits(run(size, str(size), **options), expected)
 
 
+@pytest.mark.slow
 def test_experts_that_a_micro_batch_calls_twice(run: Run) -> None:
     """Each call's gradient is rounded, also by a lone worker, whose autograd would add them up."""
     options = {"num_samples": 48, "global_batch": 16, "num_calls": 2}

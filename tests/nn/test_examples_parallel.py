@@ -12,7 +12,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers"), [("parallel_mlp", (2, 3)), ("parallel_convolution", (2, 4))]
+    ("name", "numbers"),
+    [
+        ("parallel_mlp", (2, 3)),
+        pytest.param("parallel_convolution", (2, 4), marks=pytest.mark.slow),
+    ],
 )
 def test_examples_train_the_same_on_any_number_of_workers(name, numbers, monkeypatch):
     module = load_script(EXAMPLES / f"{name}.py")

@@ -114,7 +114,7 @@ def exactly(comm: Communicator, num_tensor: int, num_copies: int = 1) -> list[St
 @pytest.mark.parametrize(
     ("size", "num_tensor", "num_copies"),
     [
-        (2, 1, 1),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),
         pytest.param(4, 2, 1, marks=pytest.mark.slow),
         pytest.param(8, 2, 2, marks=pytest.mark.long),

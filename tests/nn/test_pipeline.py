@@ -234,7 +234,9 @@ def test_a_lone_worker_has_the_same_model(expected: dict[str, Trained]) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("size", "num_data"), [(2, 1), (2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("size", "num_data"), [(2, 1), (2, 2), (4, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_stages_on_several_workers_are_the_same_model(
     size: int, num_data: int, expected: dict[str, Trained]
 ) -> None:

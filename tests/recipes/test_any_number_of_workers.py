@@ -17,6 +17,8 @@ from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_recipes import SMALL_RECIPES
 
+QUICK = ("digits", "text causal", "gru")
+
 
 def train(
     comm: Communicator, recipe: Any, run_dir: Path, *, resume: bool = False
@@ -34,7 +36,7 @@ def test_every_recipe_is_tested() -> None:
 @pytest.mark.usefixtures("thread_generators")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "images" else n for n in SMALL_RECIPES],
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SMALL_RECIPES],
 )
 def test_recipe(name: str, tmp_path: Path) -> None:
     """As it is, with dropout and what else is drawn; an uneven batch, and two stages of BERT."""

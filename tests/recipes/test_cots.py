@@ -82,7 +82,8 @@ def filters_of(run_dir) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "data_parallel"), [(4, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
+    ("num_workers", "data_parallel"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2), (3, 3))],
 )
 def test_cots_divided_net_on_divided_data_is_that_of_one_worker(
     alone, tmp_path, num_workers, data_parallel
@@ -154,6 +155,7 @@ def test_cots_resumes_bit_for_bit(alone, tmp_path, num_done):
     assert report["neurons"] == alone[1]["neurons"]
 
 
+@pytest.mark.slow
 def test_cots_resumes_on_another_mesh(alone, tmp_path):
     """Within a stage: its momentum is divided anew, too."""
     Interrupted.signal_at = 1

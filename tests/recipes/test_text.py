@@ -81,6 +81,7 @@ def test_text_paragraphs_are_for_the_causal_objective(folder: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_text_on_two_processes_gives_the_same(folder: Path, tmp_path: Path) -> None:
     """Even though tokens are hidden and features dropped at random."""
     recipe = small_text(folder, objective="masked", dropout=0.1)

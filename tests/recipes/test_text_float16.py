@@ -48,6 +48,7 @@ def overflow(model: nn.Module) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_workers_with_parts_skip_the_same_steps(tmp_path: Path) -> None:
     """Those of one worker: some at first, as the scale is too large then, or all."""
     folder = write_topics(tmp_path / "texts", 4)

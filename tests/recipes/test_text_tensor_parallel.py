@@ -37,6 +37,7 @@ def small(folder: Path, **changes: Any) -> Text:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
     """data x tensor of 1x1, 2x1, 1x2, 2x2; with dropout, clipping and uneven micro-batches."""
     recipe = small(folder, train_share=0.15)

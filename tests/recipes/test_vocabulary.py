@@ -36,7 +36,7 @@ def swap_letters(folder: Path) -> None:
         path.write_text(path.read_text().translate(str.maketrans("eq", "qe")))
 
 
-@pytest.mark.parametrize("small", [small_text, small_bert])
+@pytest.mark.parametrize("small", [small_text, pytest.param(small_bert, marks=pytest.mark.slow)])
 def test_a_run_does_not_go_on_with_another_vocabulary(
     small: Callable[..., Any], tmp_path: Path
 ) -> None:

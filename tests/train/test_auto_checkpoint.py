@@ -48,8 +48,17 @@ MOMENTS = [("update", step) for step in range(NUM_STEPS)] + [
 ]
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize(("every_steps", "first"), [(1, 0), (3, 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("every_steps", "first", "elastic"),
+    [
+        (3, 1, False),
+        (None, 0, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 0, False), (1, 0, True), (3, 1, True), (None, 0, False))
+        ),
+    ],
+)
 def test_a_loop_that_crashed_anywhere_ends_with_the_same_bits(
     every_steps: int | None, first: int, elastic: bool, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def check(kind: str, first: int, num_seeds: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    seeds_of(1, any_workers=range(8), experts=range(4), interrupted=range(8)),
+    seeds_of(1, any_workers=range(4), experts=range(2), interrupted=range(4)),
 )
 def test_random_loop(kind: str, seed: int, in_float64: None, tmp_path: Path) -> None:
     check(kind, seed, 1, tmp_path)
@@ -61,7 +61,7 @@ def test_random_loop(kind: str, seed: int, in_float64: None, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "first"),
-    seeds_of(10, any_workers=range(100, 180), experts=range(100, 130), interrupted=range(100, 130)),
+    seeds_of(10, any_workers=range(100, 160), experts=range(100, 120), interrupted=range(100, 120)),
 )
 def test_some_random_loops(kind: str, first: int, in_float64: None, tmp_path: Path) -> None:
     check(kind, first, 10, tmp_path)
