@@ -1,4 +1,4 @@
-"""A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
+"""A user's own training loop over global batches, the same on any number of workers."""
 
 import logging
 import time
@@ -41,44 +41,44 @@ def steps(
     elastic: Elastic | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Batch]:
-    """The rest of the epoch, one item a global batch.
+    """The epoch's remaining global batches, one item each.
 
     Iterating an item yields this worker's micro-batches, each with its random state set;
     `item.backward(loss)` weighs the micro-batch's mean loss by its samples (or, given
-    `weight=`, a sum by that), so that
-    `p.grad` ends as the gradient of the mean over the global batch,
+    `weight=`, a sum by that), so that `p.grad` finally is the gradient of the mean over the
+    global batch,
 
         grad = sum_k num_samples_k / num_samples * grad_k
 
     whichever worker ran micro-batch k. A worker may have several micro-batches, or none.
     Before and after the loop over an item the random state is set from the seed and the step, so
     that an optimizer that draws noise makes the same update on all workers, on any number of them
-    and in a resumed run. When `steps` ends, or is left, the random state is again what it was.
+    and in a resumed run. When `steps` ends, or is left, the earlier random state is restored.
     At the end of the epoch batch norm's running statistics are made equal on all workers.
 
     Args:
         loader: from `allstep.data.loader`.
-        exchanges: from `allstep.attach`, one for each model. With one, the exchange rides on
-            the last micro-batch's backward pass; with several, it follows the last
-            micro-batch, in the given order, and `backward` may be called several times.
+        exchanges: from `allstep.attach`, one for each model. A single one overlaps with the last
+            micro-batch's backward pass; several run after the last micro-batch, in the given
+            order, and `backward` may be called several times.
         replay: keep this worker's part of a global batch, so that it can be iterated again
             (a second pass draws other random numbers).
-        checkpoint: saves what the loop depends on after some of the steps, and ends the loop
-            early, after a whole step, when a signal has come.
-        elastic: has the others go on when a worker is lost, and others join. The loop over an item
-            may then begin again, from its first micro-batch.
-        clock: seconds that pass, by which shares are measured and slow workers found.
+        checkpoint: an `AutoCheckpoint` that saves the loop's state after some of the steps, and
+            ends the loop early, after a whole step, when a signal has come.
+        elastic: an `Elastic` that lets the others continue when a worker is lost, and others join.
+            The loop over an item may then begin again, from its first micro-batch.
+        clock: returns the time in seconds, for measured shares and to find slow workers.
 
     Yields:
         A `Batch` for each global batch.
 
     Raises:
-        UsageError: if no exchange is given or something else, if the loader can't be cut in global
-            batches, if a pipeline can't have the loader's micro-batches, or is elastic, if the
-            model of several workers has a `SyncBatchNorm`, if `checkpoint` or `elastic` is not
-            entered, not in `epochs`, or of another loader or exchange, if `elastic` is given with
-            `replay` or `checkpoint`, or if there are several exchanges and a model has experts on
-            several workers.
+        UsageError: if an exchange is missing or something else is given, if the loader has no
+            global batches, if a pipeline can't take the loader's micro-batches, or is elastic, if
+            a model on several workers has a `SyncBatchNorm`, if `checkpoint` or `elastic` is not
+            entered, not in `epochs`, or was made for another loader or exchange, if `elastic` is
+            given with `replay` or `checkpoint`, or if there are several exchanges and a model has
+            experts on several workers.
 
     Example:
         >>> import torch, allstep
@@ -129,7 +129,7 @@ def steps(
 
 
 def _refuse_synchronized_norms(exchange: Exchange) -> None:
-    """Their statistics would be of as many micro-batches as there are workers."""
+    """Refuses `SyncBatchNorm`: its statistics would span as many micro-batches as workers."""
     for name, module in exchange.model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and exchange.comm.size > 1:
             raise UsageError(
@@ -141,7 +141,7 @@ def _refuse_synchronized_norms(exchange: Exchange) -> None:
 
 
 def _check_pipeline(model: Pipeline, loader: Loader) -> None:
-    """Checks that its workers have the same micro-batches, as many as its schedule takes."""
+    """Checks that a pipeline's workers have equal micro-batches, as many as its schedule takes."""
     if model.num_workers == 1 or not isinstance(loader, GlobalBatchLoader):
         return
     if loader.shares.is_measured:
@@ -159,7 +159,7 @@ def _check_pipeline(model: Pipeline, loader: Loader) -> None:
 
 
 def _check_local_batches(exchange: Exchange, loader: Loader) -> None:
-    """Checks that each worker of local SGD has something to train on."""
+    """Checks that each worker of local SGD has at least one micro-batch."""
     size = exchange.comm.size
     if isinstance(loader, GlobalBatchLoader) and loader.num_micro_batches < size:
         raise UsageError(
@@ -236,7 +236,7 @@ def _steps(
 
 
 def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:
-    """What helps a worker that computes slowly, where others may take its micro-batches."""
+    """The advice for a worker that computes slowly, if others could take its micro-batches."""
     if not isinstance(loader, GlobalBatchLoader) or not loader.shares.is_equal:
         return None  # shares are set already
     if isinstance(exchange.model, Pipeline):
@@ -249,7 +249,7 @@ def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:
 
 
 def _follow_shares(loader: Loader, exchange: Exchange) -> None:
-    """Cuts the next global batches by what workers told of the times in their last one."""
+    """Divides the next global batches by the times that workers reported of their last one."""
     shares = getattr(loader, "shares", None)
     if shares is None or not shares.is_measured or not isinstance(loader, GlobalBatchLoader):
         return

@@ -1,4 +1,4 @@
-"""A state as bytes and a flat dict of tensors; `pieces.Selection` is the way back."""
+"""Separates a state into bytes and a flat dict of tensors; `pieces.Selection` rejoins them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,24 +13,24 @@ from allstep.nn import DividedTensor
 from allstep.train.pieces import as_stored, is_reserved, name_suffix
 
 _Path = tuple[object, ...]
-_STAND_IN = torch.empty(0)  # of a divided tensor, for the codec
+_STAND_IN = torch.empty(0)  # in place of a divided tensor, for the codec
 T = TypeVar("T")
 
 
 def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
-    """Takes the tensors out of a state.
+    """Separates the tensors of a state from the rest.
 
     Args:
         state: plain data as `allstep.comm.codec.encode` takes, with dense tensors on any device,
             or divided ones. A Parameter comes back as a tensor.
 
     Returns:
-        The rest of the state, encoded, and the tensors by their path in it, contiguous, on the CPU
-        and none sharing another's memory; divided ones as they are.
+        The rest of the state, encoded, and path -> tensor: contiguous, on the CPU, and not sharing
+        memory with each other; divided tensors are returned as they are.
 
     Raises:
-        UsageError: if there is anything else in `state`; the message names its path. Or if a tensor
-            is in a set, or a key.
+        UsageError: if `state` holds anything else, with its path in the message, or if a tensor is
+            in a set or is a key.
 
     >>> data, tensors = pack({"model": {"weight": torch.ones(2)}, "steps": (1, float("inf"))})
     >>> tensors
@@ -73,7 +73,7 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
 
 
 def tensors_in(state: Any) -> dict[str, Tensor]:
-    """The tensors by their path in a state.
+    """A state's tensors, by path.
 
     >>> tensors_in({"model": {"weight": torch.ones(2)}, "steps": 3})
     {'model/weight': tensor([1., 1.])}
@@ -82,12 +82,12 @@ def tensors_in(state: Any) -> dict[str, Tensor]:
 
 
 def divided_in(state: Any) -> dict[str, DividedTensor]:
-    """The divided tensors by their path in a state."""
+    """A state's divided tensors, by path."""
     return _by_name(_leaves(state), DividedTensor)
 
 
 def _by_name(leaves: Iterable[tuple[_Path, Any]], kind: type[T]) -> dict[str, T]:
-    """Those of a kind; paths may read alike, as of `{"a/b": x}` and `{"a": {"b": x}}`."""
+    """The leaves of one type; different paths may read alike: `{"a/b": x}`, `{"a": {"b": x}}`."""
     found: dict[str, T] = {}
     for path, value in leaves:
         if isinstance(value, kind):
@@ -99,7 +99,7 @@ def _by_name(leaves: Iterable[tuple[_Path, Any]], kind: type[T]) -> dict[str, T]
 
 
 def _with_stand_ins(state: Any) -> Any:
-    """The state with tensors in place of divided ones, for the codec."""
+    """The state with plain tensors in place of divided ones, for the codec."""
     if isinstance(state, DividedTensor):
         return _STAND_IN
     if type(state) in DICTS:
@@ -110,7 +110,7 @@ def _with_stand_ins(state: Any) -> Any:
 
 
 def _leaves(state: Any) -> Iterator[tuple[_Path, Any]]:
-    """What is in the dicts, lists and tuples that are encoded, in their order, with its path."""
+    """The leaves of the dicts, lists and tuples that are encoded, in order, with their paths."""
     waiting: list[tuple[_Path, Any]] = [((), state)]
     while waiting:
         path, value = waiting.pop()
@@ -135,7 +135,7 @@ def _plain(tensor: Tensor, path: str) -> Tensor:
 
 
 def _located(state: Any, error: UsageError) -> UsageError:
-    """The error, saying at which path of the state it is."""
+    """The error, with the path in the state where it occurred."""
     for path, value in _leaves(state):
         try:
             encode(_with_stand_ins(value), lambda tensor: "")

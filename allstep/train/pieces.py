@@ -17,44 +17,44 @@ from allstep.errors import CheckpointError, UsageError
 from allstep.nn import DividedTensor, Window
 from allstep.train.devices import map_tensors
 
-# What a safetensors file can hold.
+# The dtypes that a safetensors file can hold.
 _DTYPES = {
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
 }
-# Ends the name of a tensor of another dtype, which is stored as bytes.
+# Suffix of the name of a tensor of another dtype, which is stored as bytes.
 _OTHER_DTYPE = re.compile(r"\|(\w+)$")
-# Ends the name of a piece: where it lies in the whole tensor.
+# Suffix of the name of a piece: its window in the whole tensor.
 _PLACE = re.compile(r"\[(\d+:\d+(?:,\d+:\d+)*)\]$")
 
 
 def name_suffix(dtype: torch.dtype) -> str:
-    """Ends the name of a tensor of this dtype."""
+    """The suffix of the stored name of a tensor of this dtype."""
     return "" if dtype in _DTYPES else f"|{dtype_name(dtype)}"
 
 
 def is_reserved(path: str, suffix: str) -> bool:
-    """Whether the name means something else, to safetensors or here."""
+    """Whether the name has another meaning, to safetensors or to this module."""
     if path + suffix == "__metadata__" or _PLACE.search(path):
         return True
     return not suffix and bool(_OTHER_DTYPE.search(path))
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes along one dim more."""
+    """The tensor, or its bytes along an additional last dimension."""
     return tensor if tensor.dtype in _DTYPES else tensor.unsqueeze(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is stored under one name.
+    """A tensor, or a piece of one, that is stored under one name.
 
     Attributes:
-        name: that under which it is stored.
-        num_bytes: how many it has.
-        load: gives it as it is stored; what others send once, in the pieces' order.
+        name: the name under which it is stored.
+        num_bytes: its size in bytes.
+        load: returns it as it is stored; pieces of other workers once only, in the pieces' order.
     """
 
     name: str
@@ -65,12 +65,13 @@ class Piece:
 def pieces_of(
     tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int, *, only_own: bool = False
 ) -> Iterator[Piece]:
-    """All that is stored, on rank 0; those with parts of it call `send_pieces`.
+    """All pieces that are stored, on rank 0; workers with parts of them call `send_pieces`.
 
     Args:
-        tensors: by name, as `pack` gives them.
-        max_bytes: of a piece of a divided tensor.
-        only_own: what this worker has of it, parts if its copy is the first; nobody sends.
+        tensors: name -> tensor, as `pack` returns them.
+        max_bytes: largest size of a piece of a divided tensor.
+        only_own: only the pieces that this worker has, and of parts only those of the first copy;
+            no worker sends.
     """
     for name, x in tensors.items():
         if isinstance(x, Tensor):
@@ -87,7 +88,7 @@ def pieces_of(
 
 
 def send_pieces(tensors: Mapping[str, DividedTensor], max_bytes: int) -> None:
-    """This worker's parts to rank 0, who is at `pieces_of` the same tensors."""
+    """Sends this worker's parts to rank 0, which calls `pieces_of` for the same tensors."""
     for x in tensors.values():
         if x.is_first_copy:
             for rank, window in x.pieces(max_bytes):
@@ -96,16 +97,16 @@ def send_pieces(tensors: Mapping[str, DividedTensor], max_bytes: int) -> None:
 
 
 class Selection:
-    """What a worker keeps of a checkpoint whose tensors pass by.
+    """The parts of a checkpoint that a worker keeps, as its tensors are read one after the other.
 
     Args:
         data: the rest of the state, as `pack` encodes it.
-        index: of each group its tensors' names, and how they are stored, on the "meta" device.
+        index: for each group: stored name -> tensor on the "meta" device, as it is stored.
         select: takes the state with whole tensors on the "meta" device, and returns the state that
-            is wanted, with those or with parts of them by ordinary indexing; None for all of it.
+            is wanted, with these tensors or with parts of them by ordinary indexing; None for all.
 
     Raises:
-        CheckpointError: if a tensor is missing, or a piece of it.
+        CheckpointError: if a tensor, or a piece of one, is missing.
         UsageError: if `select` returns another tensor.
     """
 
@@ -141,12 +142,12 @@ class Selection:
                 want(tensor)
 
     def take(self, name: str, stored: Tensor, *, copy: bool) -> None:
-        """Keeps what is wanted of a tensor, or of a piece.
+        """Keeps the wanted part of a tensor, or of a piece.
 
         Args:
-            name: that under which it is stored.
-            stored: it, as it is stored.
-            copy: whether its memory is another's.
+            name: the name under which it is stored.
+            stored: the tensor or piece, as it is stored.
+            copy: whether to copy it, because its memory is owned elsewhere.
         """
         of, window = _place(name)
         other = _OTHER_DTYPE.search(of)
@@ -164,7 +165,7 @@ class Selection:
                 both.view(self._found[id(view)], wanted, 0).copy_(both.view(x, window, 0))
 
     def state(self) -> Any:
-        """The state that is wanted, once all tensors have passed by; on the CPU."""
+        """The wanted state, on the CPU, once all tensors were taken."""
         if not self._takes_all:
             return map_tensors(self._selected, lambda view: self._found[id(view)])
         return self._decoded({name: self._found[id(x)] for name, (x,) in self._wanted.items()})
@@ -191,7 +192,7 @@ def _own(x: DividedTensor, window: Window) -> Tensor:
 
 
 def _place(name: str) -> tuple[str, Window | None]:
-    """The tensor's name, and where a piece lies in it.
+    """The tensor's name, and the piece's window in it.
 
     >>> _place("model/weight[0:2,3:5]")
     ('model/weight', Window(start=(0, 3), stop=(2, 5)))
@@ -230,7 +231,7 @@ def _base(view: Tensor) -> Tensor:
 
 
 def _is_box(view: Tensor) -> bool:
-    """Whether it is of the same dims as its base, maybe shorter."""
+    """Whether a view has the dimensions of its base, possibly shorter ones."""
     base = _base(view)
     is_even = view.dim() == base.dim() and all(
         length < 2 or stride == of_base
@@ -244,7 +245,7 @@ def _is_box(view: Tensor) -> bool:
 
 
 def _window_of(view: Tensor) -> Window:
-    """Which part of its base a view by indexing shows."""
+    """The part of its base that a view by indexing shows."""
     start, offset = [], view.storage_offset()
     for stride in _base(view).stride():
         start.append(offset // max(stride, 1))

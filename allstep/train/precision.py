@@ -14,11 +14,11 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Precision:
-    """What a precision's name means for the model, the data, the loss and the step.
+    """Applies a precision to the model, the data, the loss and the step.
 
     Args:
         name: "float32", "float64", "bfloat16" or "float16".
-        device: where the model is.
+        device: the model's device.
         channels_last: whether images and convolution weights are kept channels-last.
     """
 
@@ -48,7 +48,7 @@ class Precision:
         return torch.autocast(self._device.type, self._autocast_dtype)
 
     def step(self, optimizer: Optimizer, exchange: Exchange, clip_norm: float | None) -> None:
-        """One update from the global gradient in `p.grad`, clipped if asked for."""
+        """Makes one update with the global gradient in `p.grad`, clipped if `clip_norm` is set."""
         exchange.unscale_(self.scaler, optimizer)
         if clip_norm is not None:
             exchange.clip_grad_norm_(clip_norm)

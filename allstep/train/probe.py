@@ -1,4 +1,4 @@
-"""What a single worker would do on this machine, measured at the end of a run."""
+"""Measures at the end of a run how fast a single worker would be on this machine."""
 
 import copy
 import time
@@ -22,12 +22,12 @@ _BUDGET_S = 20.0  # of each measurement, for the other workers wait; one call ma
 
 @dataclass(frozen=True)
 class Probe:
-    """Cost of a micro-batch and of an update, on one worker with the machine to itself.
+    """Cost of a micro-batch and of an update, on one worker that has the machine to itself.
 
     Attributes:
         flops: floating-point operations of the micro-batch's forward and backward pass; None if
             they can't be counted.
-        compute_s: seconds of them.
+        compute_s: seconds of these passes.
         update_s: seconds of the optimizer's step.
     """
 
@@ -46,11 +46,11 @@ def probe(
     """Runs one micro-batch on a copy of the model, on one worker while the others wait.
 
     Args:
-        task: its model is copied; its loss and optimizer are used on the copy.
-        precision: as in the run.
-        comm: all of its workers must call this.
-        data: a micro-batch on this worker's device; None where it had none.
-        num_threads: that one worker would use; by default as many as there are cores.
+        task: the task; its model is copied, and its loss and optimizer are used on the copy.
+        precision: the run's precision.
+        comm: the workers; all of them must call this.
+        data: a micro-batch on this worker's device; None if this worker had none.
+        num_threads: threads that the one worker uses; by default as many as there are cores.
 
     Returns:
         The same numbers on every worker.
@@ -91,7 +91,7 @@ def _measure(
 def shortest_s(
     function: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of the shortest of five calls, or of as many as begin within the budget."""
+    """Seconds of the shortest of five calls, or of fewer if the time budget ends before."""
     start_s = clock()
     found: list[float] = []
     while len(found) < _NUM_REPEATS and (not found or clock() - start_s < _BUDGET_S):

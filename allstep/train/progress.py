@@ -1,4 +1,4 @@
-"""How far a run is: one clean bar on a terminal, a line now and then elsewhere."""
+"""Shows a run's progress: a bar on a terminal, occasional lines elsewhere."""
 
 import contextlib
 import logging
@@ -15,20 +15,20 @@ from rich.table import Column
 from allstep.comm import Communicator
 
 _LINE_EVERY_S = 10.0
-_MOST_SHARES = 8  # that a line has room for
+_MOST_SHARES = 8  # as many as a line has room for
 
 
 class Progress:
-    """Shows how far training is, on rank 0 and on stderr; a context manager.
+    """Shows a training's progress, on rank 0 and on stderr; a context manager.
 
-    On a terminal a bar; elsewhere a line whenever an epoch or ten seconds have passed.
+    It is a bar on a terminal; elsewhere a line whenever an epoch or ten seconds have passed.
 
     Args:
-        num_total_steps: optimizer steps of the whole run; None if that is not known.
+        num_total_steps: optimizer steps of the whole run; None if unknown.
         comm: the workers.
-        epochs: passes over the data of the whole run; None if that is not known.
-        unit: what a step is called.
-        clock: seconds that pass.
+        epochs: passes over the data in the whole run; None if unknown.
+        unit: the word for a step.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Progress:
         """Moves the bar.
 
         Args:
-            num_steps: steps done since the run's start.
+            num_steps: steps made since the run's start.
         """
         self._display.advance(num_steps)
 
@@ -77,12 +77,12 @@ class Progress:
         """Moves the bar and shows new numbers.
 
         Args:
-            num_steps: optimizer steps done since the run's start.
+            num_steps: optimizer steps made since the run's start.
             epoch: whole passes over the data before this step.
             loss: mean training loss since the last update.
-            samples_per_s: of all workers together.
-            noise_scale: of the gradients, if it is measured.
-            micro_batches: of each worker in a global batch, if not all the same.
+            samples_per_s: samples per second of all workers together.
+            noise_scale: the gradient noise scale, if it is measured.
+            micro_batches: each worker's number of micro-batches in a global batch, if not equal.
         """
         shown_epoch = f"epoch {epoch + 1}" + (f"/{self._epochs}" if self._epochs else "")
         numbers = f"loss {loss:.4f}  {samples_per_s:,.0f} samples/s"
@@ -98,7 +98,7 @@ class Progress:
 
 
 class _Display:
-    """One way to show it; this one shows nothing, for ranks other than 0."""
+    """A way to show progress; this one shows nothing, for ranks other than 0."""
 
     def start(self) -> None:
         pass
@@ -117,9 +117,9 @@ class _Display:
 
 
 class _Bar(_Display):
-    """One line of a terminal that is drawn again and again; columns give way when it is narrow.
+    """A line of a terminal that is redrawn; columns are left out if the terminal is narrow.
 
-    Log lines, like notes, appear above it.
+    Log lines and notes appear above it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class _Bar(_Display):
     def advance(self, num_steps: int) -> None:
         if self._has_moved:
             self._progress.update(self._task, completed=num_steps)
-        else:  # steps done before a resumption say nothing about the time that the rest takes
+        else:  # the steps before a resumption don't tell how long the remaining ones take
             self._progress.reset(self._task, completed=num_steps)
             self._has_moved = True
 

@@ -1,4 +1,4 @@
-"""How fast a run goes, and what came of it."""
+"""The speed of a run, and its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ _NUM_WARM_UP_STEPS = 2  # allocations, thread pools and first touches of the dat
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """The numbers of a run; the same on every worker.
+    """The results of a run; the same on every worker.
 
     Attributes:
-        run_dir: where everything of the run is.
-        num_copies: copies of the model, with samples of their own; fewer than the workers where
-            several share one.
-        num_steps, num_epochs: optimizer steps and whole passes done since the run's start.
+        run_dir: the run's folder.
+        num_copies: copies of the model, each trained on its own samples; fewer than the workers if
+            several share a copy.
+        num_steps, num_epochs: optimizer steps and whole passes made since the run's start.
         metrics: name -> mean over the test set; empty if the run was interrupted.
         totals: name -> (sum, count) behind `metrics`.
         samples_per_s: samples of all workers together per second of training; 0 if no step was
             left to train.
-        num_timed_steps: steps behind that number; 0 if there were only the first two, which take
-            longer than others.
+        num_timed_steps: steps from which that was measured; 0 if there were only the first two,
+            which take longer than others.
         data_share, exchange_share: mean share of a step that a worker waited for data and
             for the exchange.
         flops_per_sample: floating-point operations of a sample's forward and backward pass; None if
-            it was not measured, or has none that can be counted.
-        single_worker_samples_per_s: what one worker with this machine to itself would reach; None
-            if there is one worker, or if it was not measured.
-        noise_scale: samples in a step up to which more of them save steps, at the end of the run;
-            None if it was not measured. `useful_batch` says it in words.
-        mean_noise_scale: the same over the whole run (its last stage), as `Target` wants it.
+            they were not measured, or none can be counted.
+        single_worker_samples_per_s: the speed of a single worker that has this machine to itself;
+            None if there is one worker, or if it was not measured.
+        noise_scale: batch size, in samples, up to which larger batches save steps, at the end of
+            the run; None if it was not measured. `useful_batch` says it in words.
+        mean_noise_scale: the same over the whole run (its last stage), for `Target`.
         checkpoint: the newest checkpoint.
-        best_checkpoint: the best one by `best_metric`; None if there is none.
-        best_step, best_value: optimizer steps done and the metric's value at the best evaluation.
+        best_checkpoint: the best checkpoint by `best_metric`; None if there is none.
+        best_step, best_value: optimizer steps made and the metric's value at the best evaluation.
         stopped_early: whether `patience` ended the run before its last epoch.
         num_skipped: steps left out because their gradient was not finite.
-        shares: who has fewer micro-batches of a global batch and why; None if all are alike.
+        shares: which workers have fewer micro-batches and why; None if all have the same.
         interrupted: number of the signal that ended the run early, or None.
     """
 
@@ -73,9 +73,9 @@ class Meter:
     The first steps are left out as soon as later ones exist.
 
     Attributes:
-        num_samples: of all workers together.
-        step_s, data_wait_s, exchange_s: seconds of the steps, and what of them this worker waited
-            for data and for the exchange.
+        num_samples: samples of all workers together.
+        step_s, data_wait_s, exchange_s: seconds of the steps, and those among them that this
+            worker waited for data and for the exchange.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Meter:
         self.step_s = self.data_wait_s = self.exchange_s = 0.0
 
     def add(self, update: Update, step_s: float) -> None:
-        """Adds a step that took `step_s` seconds, the wait for its data included."""
+        """Adds a step that took `step_s` seconds, including the wait for its data."""
         if self._num_steps == _NUM_WARM_UP_STEPS:
             self._reset()
         self._num_steps += 1
@@ -98,7 +98,7 @@ class Meter:
 
     @property
     def num_timed_steps(self) -> int:
-        """Steps after the first ones."""
+        """Number of steps after the first two."""
         return max(0, self._num_steps - _NUM_WARM_UP_STEPS)
 
     @property

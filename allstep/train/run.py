@@ -1,4 +1,4 @@
-"""The data-parallel training of a task: what it is made of on one worker, saved and restored."""
+"""The data-parallel training of a task: its parts on one worker, their state saved and loaded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,7 +43,7 @@ from allstep.train.step import TrainStep, Update
 from allstep.train.task import Metrics, Stage, Task, all_stages, num_samples_of, num_total_steps
 from allstep.train.threads import Threads
 
-# What must not change between a run and its resumption.
+# Options that must not change between a run and its resumption.
 _KEPT_OPTIONS = (
     "seed",
     "global_batch",
@@ -57,16 +57,16 @@ _KEPT_OPTIONS = (
 
 
 class Run:
-    """A task put together with a worker's device and data; a `Training` for the loop.
+    """The `Training` of a task on a worker's device, with the worker's part of the data.
 
     Args:
-        task: what to train.
-        options: how.
-        comm: the workers that train together; where some share a copy of the model, all of them.
-        elastic: where the training goes on when workers come and go.
+        task: the task to train.
+        options: its options.
+        comm: the workers that train together, including those that share a copy of the model.
+        elastic: the commit of elastic steps, if workers may come and go.
 
     Attributes:
-        data_axis: those with the same part of the model and other samples.
+        data_axis: the workers with the same part of the model and other samples.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Run:
             raise
 
     def _prepare(self) -> None:
-        """The rest of what it is made of, which workers check together."""
+        """Makes the remaining parts, which the workers check together."""
         task, options, elastic = self._task, self._options, self._elastic
         self.noise = NoiseProbe(
             self.exchange,
@@ -132,7 +132,7 @@ class Run:
         self._note_step_start()
 
     def _enter(self, stage_index: int) -> None:
-        """Takes up a stage's data, from its beginning."""
+        """Switches to a stage's data, from its beginning."""
         self._stage_index = stage_index
         options, stage = self._options, self.stage
         self.loader = loader(
@@ -162,12 +162,12 @@ class Run:
 
     @property
     def stage(self) -> Stage:
-        """The data that the run is at."""
+        """The present stage of the data."""
         return self._stages[self._stage_index]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it goes on when workers come and go."""
+        """Whether the training continues when workers come and go."""
         return self._elastic is not None
 
     @property
@@ -182,18 +182,18 @@ class Run:
 
     @property
     def num_total_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None for a stream, whose length isn't known."""
+        """Optimizer steps of the whole run; None for a stream, whose length is unknown."""
         if not isinstance(self.loader, MapLoader):
             return None
         return num_total_steps(self._stages, self._options)
 
     def begin_epoch(self) -> bool:
-        """Goes on to the next stage if its first epoch has come; returns whether it did."""
+        """Switches to the next stage if its first epoch has come; returns whether it did."""
         later = self._stages[self._stage_index + 1 :]
         if not later or self.epoch < later[0].first_epoch:
             return False
         step = self.step
-        self.noise.flush(self.data_axis)  # what was measured with the old micro-batches
+        self.noise.flush(self.data_axis)  # measurements with the old micro-batches
         self.loader.close()
         self._enter(self._stage_index + 1)
         # As if all epochs had been passes over these samples: epochs are counted on, and with
@@ -203,7 +203,7 @@ class Run:
         return True
 
     def updates(self) -> Iterator[Update]:
-        """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
+        """Makes the epoch's remaining updates, one each time that the next is requested."""
         for batch in steps(self.loader, self.exchange):
             update = self.train_step(batch)
             self._note_step_start()
@@ -212,22 +212,22 @@ class Run:
                 self._elastic.let_in()
 
     def mean_loss(self, loss: Tensor, num_steps: int) -> float:
-        """Over the steps since the last call; of sums with weights, over all these.
+        """The mean loss over the steps since the last call; weighted sums are divided by weights.
 
-        Carries what was measured of the gradients' noise along.
+        The message also carries the measurements of the gradients' noise.
         """
-        if self._elastic is None:  # else it is of all workers already
+        if self._elastic is None:  # with `elastic` it is summed over all workers already
             loss = self.noise.all_reduce(self.data_axis, loss.flatten()).view_as(loss)
         total, weight = sum_of_digits(loss).tolist()
         return float(total / (weight or num_steps))
 
     def scalars(self, loss: float) -> dict[str, float]:
-        """What to log of the last step beside the loss."""
+        """Scalars of the last step to log beside the loss."""
         return self.train_step.scalars | self.noise.scalars | self._micro_batches
 
     @property
     def _micro_batches(self) -> dict[str, float]:
-        """How many each worker has of a whole global batch, if not all the same."""
+        """Each worker's number of micro-batches in a full global batch, if not equal."""
         if self.loader.shares.is_equal:
             return {}
         parts = self.loader.shares.parts(self.loader.num_micro_batches)
@@ -235,7 +235,7 @@ class Run:
 
     @property
     def shares(self) -> str | None:
-        """Who has fewer micro-batches and why, in words; None if all workers are alike."""
+        """Which workers have fewer micro-batches and why, in words; None if all have the same."""
         return self.loader.shares.in_words(self.loader.num_micro_batches)
 
     def flush(self) -> bool:
@@ -270,7 +270,7 @@ class Run:
         return self._task.metrics(model, data)
 
     def metric_names(self) -> list[str]:
-        """The names that `evaluate` will give; all workers call it."""
+        """The names of `evaluate`'s metrics; all workers call it."""
         with self.precision.autocast():
             return self._evaluator.names(self._model)
 
@@ -282,10 +282,10 @@ class Run:
         return self._state(exchange, self.loader.state_dict())
 
     def state_at_step_start(self) -> dict[str, Any]:
-        """The same as `state_dict` was before the step that is under way, on this worker alone.
+        """The `state_dict` from before the step in progress, without communication.
 
-        Its tensors are those of the training, but for what a step changes before its update.
-        [Note: elastic training]
+        Its tensors share memory with the training's, except those that a step changes before its
+        update. [Note: elastic training]
         """
         before = self._before
         state = self._state(before["exchange"], before["loader"])
@@ -293,7 +293,7 @@ class Run:
         return state | {"model": model, "stage": before["stage"]}
 
     def _note_step_start(self) -> None:
-        """Keeps what a step changes before its update."""
+        """Saves what a step changes before its update."""
         if self._elastic is None:
             return
         buffers = self._model.named_buffers(remove_duplicate=False)  # as in the model's state
@@ -322,7 +322,7 @@ class Run:
         }
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this worker loads of what `state_dict` gave. All workers call it."""
+        """The part of a `state_dict` that this worker loads. All workers call it."""
         return {
             **state,
             "model": local_model(self._model, state["model"]),
@@ -331,19 +331,19 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `local_state` gave. All workers call it.
+        """Continues from what `local_state` returned. All workers call it.
 
         Raises:
-            CheckpointError: if it is of another model, other options or other data.
+            CheckpointError: if it was saved with another model, other options or other data.
         """
         check_same_data(state, {"num_samples": self._num_samples()})
         self.load_trained(state)
 
     def load_trained(self, state: Mapping[str, Any]) -> None:
-        """`load_state_dict` of what is measured, and does not go on: on any number of samples.
+        """As `load_state_dict`, for a run that is only measured: on any number of samples.
 
         Raises:
-            CheckpointError: if it is of another model, other options, or what the task keeps.
+            CheckpointError: if it was saved with another model, other options or another `kept`.
         """
         check_same(state["options"], self._kept_options())
         check_same_data(state, self._task.kept)
@@ -362,11 +362,11 @@ class Run:
         self._note_step_start()
 
     def cost_of_sample(self) -> tuple[float | None, float] | None:
-        """Floating-point operations and seconds of a sample, one worker having the machine.
+        """Floating-point operations and seconds per sample of a worker that has the machine.
 
         None if no worker has the whole model. The operations are None if they can't be counted.
         The seconds are those of compute and update, without waiting for data or workers. The worker
-        uses all cores, unless the number of threads belongs to the run.
+        uses all cores, unless the run fixes the number of threads.
         """
         if self.exchange.workers_with_other_parts:
             return None
@@ -377,7 +377,7 @@ class Run:
         return cost.flops and cost.flops / stage.micro_batch, seconds
 
     def close(self) -> None:
-        """Stops the loader's processes, takes the hooks off the model, gives threads back."""
+        """Stops the loader's processes, removes the model's hooks, restores the threads' number."""
         self.loader.close()
         self.exchange.detach()
         self._threads.give_back()
@@ -387,16 +387,16 @@ class Run:
         return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | {"stages": stages}
 
     def _num_samples(self) -> list[int | None]:
-        """Of each stage's training set; None for a stream."""
+        """Samples in each stage's training set; None for a stream."""
         sets = [s.train_set for s in self._stages]
         return [len(each) if is_map_style(each) else None for each in sets]  # type: ignore[arg-type]
 
 
 class MeasuredRun:
-    """A run as `Checkpoints.restore` takes it, where it is measured and does not go on.
+    """A run for `Checkpoints.restore` that is only measured and not continued.
 
     Args:
-        run: the run, whose training set may have grown since.
+        run: the run; its training set may have grown since.
     """
 
     def __init__(self, run: Run) -> None:
@@ -405,7 +405,7 @@ class MeasuredRun:
 
 
 def _check_divided(model: nn.Module, options: TrainOptions) -> None:
-    """Refuses what looks at one worker's gradients, if there are parts of the model on others."""
+    """Refuses options that look at one worker's gradients, if others have parts of the model."""
     for name in shards_of(model):
         check_sharded(options, f"`task.model.{name}` is divided over workers")
     for name in stages_of(model):

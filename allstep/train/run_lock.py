@@ -1,11 +1,11 @@
 """A lock on a run's folder, so that only one training at a time writes there.
 
-[Note: run lock] It is a POSIX record lock on `RUN/.lock`: the kernel lets go of it when the process
-ends, however it ends, network file systems pass it on to other hosts, and loader processes, which
-may outlive a killed worker for a moment, do not inherit it. The file's text only says whom to name.
-Closing any descriptor of the file lets go of the process's lock too, so `_held` is looked at first.
-A launcher holds `RUN/.launcher.lock` from before it writes the recipe until its workers have ended:
-those that have not begun yet, or that regroup, hold nothing.
+[Note: run lock] It is a POSIX record lock on `RUN/.lock`: the kernel releases it when the process
+ends, however it ends, network file systems enforce it on other hosts, and loader processes, which
+may outlive a killed worker for a moment, do not inherit it. The file's text only names the holder.
+Closing any descriptor of the file releases the process's lock too, so `_held` is checked first.
+A launcher holds `RUN/.launcher.lock` from before it writes the recipe until its workers have ended,
+because workers that have not begun yet, or that regroup, hold nothing.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _held: set[Path] = set()
 def run_lock(run_dir: Path, comm: Communicator, *, goes_on: bool = False) -> Iterator[bool]:
     """Holds a run's folder, on rank 0 for all; see [Note: run lock]. All workers call it.
 
-    Where the file system has no locks, a warning says so and the run goes on.
+    If the file system has no locks, a warning says so and the run continues.
 
     Args:
         run_dir: the run's folder; made if missing.
         comm: the workers that train.
-        goes_on: with a training of this folder in memory: who holds it still is a worker that was
-            left behind, and lets go of it before it does anything else.
+        goes_on: whether this folder's training continues from memory: a present holder is then a
+            worker that was left behind, which releases the lock before it does anything else.
 
     Yields:
         Whether this worker holds it.
@@ -82,7 +82,7 @@ def _let_go(file: Path, descriptor: int | None) -> None:
 
 
 def trainer_of(run_dir: Path) -> str | None:
-    """The process that trains in a run's folder now, and its host; None if there is none."""
+    """The process that trains in a run's folder now, with its host; None if there is none."""
     folder = run_dir.resolve()
     return _holder(folder / _FILE) or _holder(folder / _LAUNCHER_FILE)
 
@@ -106,7 +106,7 @@ def _look(file: Path) -> str | None:
     """The process that holds a lock; None if none does.
 
     Raises:
-        OSError: if that is not known.
+        OSError: if that can't be found out.
     """
     if file in _held:
         return _this_process()
@@ -154,7 +154,7 @@ def _acquire(run_dir: Path, file: Path) -> tuple[int | None, str | None]:
 
 
 def taken_by(run_dir: Path, trainer: str) -> str:
-    """What to tell somebody who wants to train in a folder that is in use."""
+    """The error message for a training in a folder that is in use."""
     return (
         f"`run_dir` (={run_dir}) is being trained by {trainer}: wait for its end, or end it with a"
         " checkpoint (Ctrl-C or SIGTERM), then resume it; a second run needs a folder of its own."

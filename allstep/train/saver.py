@@ -1,4 +1,4 @@
-"""When a run saves and when it stops, on all its workers alike, and what it goes on from."""
+"""Decides when a run saves and stops, alike on all its workers, and loads its checkpoint."""
 
 import logging
 import signal
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Keeps a training's checkpoints in a folder that no other process may train in.
+    """Saves a training's checkpoints in a folder that no other process may train in.
 
     A signal stops the training after the current step, on all workers after the same one. All
     workers call each method.
@@ -27,17 +27,17 @@ class Saver:
     Args:
         target: the training.
         comm: the workers.
-        run_dir: the folder; made if missing. With None nothing is kept.
-        interrupts: tells that a signal has come.
+        run_dir: the folder; made if missing. With None nothing is saved.
+        interrupts: reports signals.
         every_steps: updates between two checkpoints.
-        every_s: seconds between two checkpoints, by rank 0's clock; with neither, there is one at
-            the end of each epoch.
-        keep: how many of the newest stay.
-        clock: seconds that pass.
-        agreement: by which the workers agree to stop, and to save; None for a message of its own.
+        every_s: seconds between two checkpoints, by rank 0's clock; with neither, a checkpoint is
+            written at the end of each epoch.
+        keep: number of newest checkpoints that are kept.
+        clock: returns the time in seconds.
+        agreement: the message by which workers agree to stop or save; None for one of its own.
 
     Attributes:
-        saved_step: of the checkpoint that was written last, or loaded; None for none.
+        saved_step: step of the checkpoint that was last written or loaded; None if there is none.
         interrupted: number of the signal by which all agreed to stop, or None.
     """
 
@@ -71,11 +71,11 @@ class Saver:
         self._agreement = agreement or StopAgreement(comm)
         self._every_steps, self._every_s, self._keep = every_steps, every_s, keep
         self._clock = clock
-        self._saved_at_s = clock()  # or when a checkpoint was asked for
+        self._saved_at_s = clock()  # or when a checkpoint was last requested
 
     @property
     def shared_options(self) -> list[tuple[str, object]]:
-        """What all workers must have alike, by name; how many seconds only rank 0 needs."""
+        """Options that must be equal on all workers; only rank 0 needs the value of `every_s`."""
         return [
             ("run_dir is None", self._run_dir is None),
             ("every_steps", self._every_steps),
@@ -87,12 +87,12 @@ class Saver:
     def hold(
         self, *, resume: bool | None, state: Mapping[str, Any] | None = None
     ) -> Iterator[int | None]:
-        """Holds the folder, begins with what is there, and keeps what the worker does.
+        """Locks the folder, loads its checkpoint, and notes the worker's activity while entered.
 
         Args:
-            resume: load the newest checkpoint; False refuses a folder with checkpoints, None does
-                whichever fits.
-            state: to go on from in place of a checkpoint, the same on all workers.
+            resume: load the newest checkpoint; False refuses a folder with checkpoints, None loads
+                one if there is one.
+            state: continue from this state instead of a checkpoint; the same on all workers.
 
         Yields:
             The step of the checkpoint that was loaded, or None.
@@ -121,10 +121,10 @@ class Saver:
 
     @contextmanager
     def hold_for_loop(self) -> Iterator[None]:
-        """As `hold`, for a user's own loop, which begins or goes on, whichever fits.
+        """As `hold`, for a user's own loop, which loads a checkpoint if there is one.
 
         Raises:
-            DisagreementError: if workers would keep checkpoints otherwise.
+            DisagreementError: if the workers' options differ.
         """
         agree(self._comm, "keep checkpoints", self.shared_options)
         with self.hold(resume=None) as step:
@@ -133,12 +133,12 @@ class Saver:
             yield
 
     def take_over(self, stack: ExitStack) -> None:
-        """Holds the folder once its holder was lost, and this worker is rank 0.
+        """Locks the folder if its holder was lost and this worker is the new rank 0.
 
-        To be called again, until a holder that was only left behind has let go of it.
+        Call it again until it succeeds: a holder that was only left behind releases the lock later.
 
         Args:
-            stack: lets go of it.
+            stack: releases the lock when it is closed.
         """
         if self._run_dir is None or self._has_lock or self._comm.rank > 0:
             return
@@ -149,7 +149,7 @@ class Saver:
                 stack.push(held.pop_all())
 
     def after_step(self, step: int) -> bool:
-        """Saves if it is time to; returns whether to stop instead, and save then.
+        """Saves if a checkpoint is due; returns True if the training is to stop, and save then.
 
         Args:
             step: updates made.
@@ -159,7 +159,7 @@ class Saver:
         return self.interrupted is not None
 
     def is_due(self, step: int) -> bool:
-        """Learns, after a step, what workers asked; whether to save, and not to stop.
+        """Reads the workers' requests after a step; whether to save and continue.
 
         Args:
             step: updates made.
@@ -170,18 +170,18 @@ class Saver:
         return self.interrupted is None and (is_multiple or self._agreement.is_save_due)
 
     def drain(self) -> bool:
-        """Learns, at the end of an epoch's steps, what the last ones asked; whether to save."""
+        """Reads the workers' last requests at the end of an epoch's steps; whether to save."""
         asked = self._agreement.drain()
         self.interrupted = self.interrupted or asked
         is_each_epoch = self._every_steps is None and self._every_s is None
         return self.interrupted is not None or self._agreement.is_save_due or is_each_epoch
 
     def save(self, step: int, *, replace: bool = False) -> None:
-        """Writes a checkpoint, unless that of this step is there.
+        """Writes this step's checkpoint, unless it exists.
 
         Args:
             step: updates made.
-            replace: write it in any case.
+            replace: write it even if it exists.
         """
         if self._checkpoints and (replace or self.saved_step != step):
             self._checkpoints.save(step, self._target.state_dict())
@@ -189,14 +189,14 @@ class Saver:
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint of `saved_step`, if any."""
+        """The checkpoint of `saved_step`, if there is one."""
         if self._checkpoints is None or self.saved_step is None:
             return None
         return self._checkpoints.path(self.saved_step)
 
     @property
     def best_path(self) -> Path:
-        """The folder of the best checkpoint, should there be one."""
+        """The folder of the best checkpoint, whether or not there is one."""
         return self._of_run.best_path
 
     def save_best(self, step: int) -> None:
@@ -208,7 +208,7 @@ class Saver:
         self._of_run.save_best(step, self._target.state_dict())
 
     def load_best(self, select: Select) -> Any:
-        """What is wanted of the best checkpoint; None if there is none, or it is damaged."""
+        """The selected parts of the best checkpoint; None if there is none, or it is damaged."""
         try:
             loaded = self._of_run.load_best(select)
         except CheckpointError as error:
@@ -222,7 +222,7 @@ class Saver:
         return self._checkpoints
 
     def _asks_to_save(self) -> bool:
-        """Rank 0's clock counts: others may be ahead of it, or behind."""
+        """Whether a checkpoint is due by rank 0's clock; other workers' clocks may differ."""
         if self._every_s is None or self._comm.rank > 0:
             return False
         now_s = self._clock()

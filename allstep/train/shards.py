@@ -1,4 +1,4 @@
-"""What training does differently where workers share a copy of the model. [Note: shards]"""
+"""What differs in training if several workers share a copy of the model. [Note: shards]"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,24 +14,25 @@ from allstep.train.devices import map_held
 from allstep.train.options import TrainOptions
 
 State = dict[Any, Any]
-# Of a tensor: the dimension that is cut, which part, of how many; where in the part that begins and
-# ends which a worker has, all of it but for FSDP2.
+# A tensor's shard: the dimension that is cut, the part's index, the number of parts; and the begin
+# and end, within the part, of what this worker has: the whole part without FSDP2.
 Part = tuple[int, int, int, tuple[Sequence[int], Sequence[int]]]
 
-_LOSSLESS = ("fp32", "bf16", "fp16", "exact")  # which leave nothing for a later step
+_LOSSLESS = ("fp32", "bf16", "fp16", "exact")  # formats that leave nothing for a later step
 
 
 def data_axis(model: nn.Module, comm: Communicator) -> Communicator:
     """The workers that have the same part of the model, and other samples.
 
-    Parts are those of pipelines and of layers that are cut.
+    Parts are a pipeline's stages and the shards of layers.
 
     Args:
         model: the model.
         comm: all workers.
 
     Raises:
-        UsageError: if the model is divided over a mesh of others, or one without an axis `data`.
+        UsageError: if the model is divided over a mesh of other workers, or over one that has no
+            axis `data`.
     """
     parts = parts_along_axes(model)
     if not parts:
@@ -51,11 +52,11 @@ def data_axis(model: nn.Module, comm: Communicator) -> Communicator:
 
 
 def check_sharded(options: TrainOptions, reason: str) -> None:
-    """Refuses options by which workers that share a copy would part, or checkpoints of a part.
+    """Refuses options by which workers that share a copy of the model would diverge.
 
     Args:
-        options: of a training of a model with shards.
-        reason: why it has some, for the message.
+        options: the training's options.
+        reason: why the model has shards, for the message.
 
     Raises:
         UsageError: names the option, the reason, and the cure.
@@ -83,13 +84,13 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
 def divided(
     x: Tensor, shape: Sequence[int], parts: Sequence[Part | None], workers: Communicator
 ) -> DividedTensor:
-    """A tensor whose equal parts lie on workers, each whole or cut once more by FSDP2.
+    """A tensor whose equal parts are on workers, each part whole or sharded again by FSDP2.
 
     Args:
-        x: what this worker has of its part; where it has none another of the same dtype.
-        shape: of each part.
-        parts: by rank; None for a worker without one.
-        workers: all of them.
+        x: the elements of its part that this worker has; any tensor of the dtype if it has none.
+        shape: the shape of each part.
+        parts: each rank's part; None for a worker without one.
+        workers: all workers.
     """
     dim, _, count, _ = next(part for part in parts if part is not None)
     whole = [*shape[:dim], shape[dim] * count, *shape[dim + 1 :]]
@@ -99,7 +100,7 @@ def divided(
 
 
 def _in_whole(part: Part, shape: Sequence[int]) -> Window:
-    """Where that which a worker has of a part lies in the whole tensor."""
+    """The window of the whole tensor that a worker has."""
     dim, index, _, bounds = part
     start, stop = map(list, bounds)
     start[dim] += index * shape[dim]
@@ -108,7 +109,7 @@ def _in_whole(part: Part, shape: Sequence[int]) -> Window:
 
 
 def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
-    """This worker's part, of the given shape, of a whole tensor: a view; anything else as it is."""
+    """This worker's part, of the given shape, of a whole tensor: a view; other values unchanged."""
     whole = list(shape)
     whole[shard.dim] *= shard.comm.size
     if not (isinstance(value, Tensor) and list(value.shape) == whole):
@@ -120,7 +121,7 @@ def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
 def cut_optimizer(
     model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> State:
-    """This worker's part of a whole optimizer's state; what doesn't fit is left."""
+    """This worker's part of a whole optimizer's state; unfit tensors stay as they are."""
     shard_of = {id(model.get_parameter(name)): shard for name, shard in shards_of(model).items()}
 
     def part(value: Any, p: Tensor) -> Any:

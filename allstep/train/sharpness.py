@@ -1,4 +1,4 @@
-"""How sharp the minimum is that a training found: top Hessian eigenvalue, loss rise under noise.
+"""Sharpness of the minimum that a training found: top Hessian eigenvalue, loss rise under noise.
 
 [Note: a function of the weights] Both are of the mean loss over given samples, with the model in
 eval mode: batch norm takes its running statistics and dropout does nothing, so that the loss is a
@@ -41,9 +41,9 @@ class Sharpness:
             times its root mean square.
         loss_rise_error: standard error of that mean.
         sigma: as given.
-        num_draws: of the noise.
-        num_samples: that the loss is the mean of.
-        layers: every parameter tensor by itself, if asked for.
+        num_draws: draws of the noise.
+        num_samples: samples over which the loss is the mean.
+        layers: measurements of every parameter tensor, if requested.
     """
 
     loss: float
@@ -76,7 +76,7 @@ def sharpness(
     top_eigenvalue = max over unit v of v.H v, by power iteration v <- H v / |H v|
     loss_rise = mean over draws of loss(w + sigma * rms(w) * noise) - loss(w)
 
-    Where the eigenvalue of largest magnitude is negative, the iteration goes on with H minus it.
+    If the eigenvalue of largest magnitude is negative, the iteration continues with H minus it.
 
     Args:
         model: on `comm.device`, not attached; its weights and modes are as before afterwards.
@@ -84,13 +84,13 @@ def sharpness(
             differentiable.
         batch: from `allstep.data.loader(...).global_batches()`, with any micro-batches.
         comm: the workers that share the batch.
-        max_products: Hessian-vector products to stop after at the latest.
-        tolerance: stop when the residual is below.
+        max_products: largest number of Hessian-vector products.
+        tolerance: stop when the residual is below this.
         sigma: size of the noise, relative to each tensor's root mean square.
-        num_draws: of the noise.
-        seed: of the first vector and of the noise.
-        layers: whether to measure every parameter tensor by itself, too; each takes up to
-            `max_products` more.
+        num_draws: draws of the noise.
+        seed: seed of the first vector and of the noise.
+        layers: whether to measure every parameter tensor separately, too; each takes up to
+            `max_products` more products.
 
     Returns:
         The largest eigenvalue and the mean rise of the loss, the same on every worker.
@@ -158,7 +158,7 @@ def sharpness(
 def _loss_rises(
     objective: Objective, at_rest: float, *, sigma: float, num_draws: int, seed: int
 ) -> Tensor:
-    """The rise of the loss for each draw of the noise; the weights are as before afterwards."""
+    """The rise of the loss for each draw of the noise; the weights are restored."""
     kept = [p.detach().clone() for p in objective.parameters]
     rises = []
     try:
@@ -178,7 +178,7 @@ def _loss_rises(
 def check_sharpness_arguments(
     sigma: float, num_draws: int, max_products: int, tolerance: float = 1e-3
 ) -> None:
-    """Says what is wrong with the arguments of `sharpness`, before any work.
+    """Checks the arguments of `sharpness`, before any work.
 
     Raises:
         UsageError: naming the argument.

@@ -27,13 +27,13 @@ class Update:
     """One optimizer step that has been made.
 
     Attributes:
-        loss: this worker's part of the mean loss, as `Training.mean_loss` takes it: a scalar, or
-            the digits of it, or of its sum over tokens, and of the sum's weight, [2, digits],
-            whose sums over workers and steps do not depend on the order.
+        loss: this worker's part of the mean loss, for `Training.mean_loss`: a scalar, or digits
+            [2, digits] of the loss (or of its sum over tokens) and of its weight, whose sums over
+            workers and steps do not depend on the order.
         epoch: whole passes over the data before the step.
-        num_samples: of all workers together.
+        num_samples: samples of all workers together.
         data_wait_s, exchange_s: seconds that this worker waited for data and for the exchange.
-        is_logged: write a line of the log after it, whatever its number.
+        is_logged: whether to log it, whatever the step's number.
     """
 
     loss: Tensor
@@ -45,25 +45,25 @@ class Update:
 
 
 class TrainStep:
-    """What happens with a global batch, the same on any number of workers.
+    """Trains on one global batch, with the same update on any number of workers.
 
     Each worker runs its micro-batches; `batch.backward` weighs their gradients by samples
     and exchanges them on the last, so that every worker then makes the same update.
 
     Args:
-        task: loss and schedule.
-        model: the module to call in the loss; may be the compiled form of the task's.
+        task: provides the loss and the schedule.
+        model: the module to call in the loss; may be the compiled form of the task's model.
         optimizer: over the task's model; its groups' learning rates are the base rates.
-        precision: compute dtype, gradient scaler.
-        exchange: the model's; says how late its gradients are.
-        noise: sees the gradients of some steps.
+        precision: compute dtype and gradient scaler.
+        exchange: the model's exchange; its policy says by how many steps gradients are late.
+        noise: measures the gradients of some steps.
         clip_norm: largest L2 norm of the global gradient, or None.
-        nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
-        commit: given the loss, starts the last message before the update, which waits for it; a
-            Work of what to log in the loss's place.
+        nonfinite: what to do with a gradient that is not finite: "raise", "skip" or "propagate".
+        commit: takes the loss and starts the last message before the update, which waits for it;
+            returns a Work whose result is logged in place of the loss.
 
     Attributes:
-        num_skipped: steps that were left out.
+        num_skipped: number of steps that were left out.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TrainStep:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """What to log of the last step: its rate, steps left out, the trust ratios of layers."""
+        """Scalars of the last step for the log: learning rate, skipped steps, trust ratios."""
         ratios = sorted(getattr(self._optimizer, "trust_ratios", dict)().values())
         found = {"learning_rate": float(self._optimizer.param_groups[0]["lr"])}
         if self.num_skipped:
@@ -106,29 +106,29 @@ class TrainStep:
         return found
 
     def begin_stage(self) -> None:
-        """Forgets the micro-batch that was kept, for another stage's are of another kind."""
+        """Drops the micro-batch that was kept; those of another stage are of another kind."""
         self.first_data = None
 
     def __call__(self, batch: Batch) -> Update:
-        """Makes one update; none while the first gradients are on their way.
+        """Makes one update; none while the first stale gradients are still in flight.
 
         Args:
             batch: one item of `steps`.
 
         Returns:
-            What it was; its loss is float64 digits on the worker's device.
+            The update; its loss is float64 digits on the worker's device.
         """
         exposed_before_s = self._exchange.stats().exposed_s
         scaler = self._precision.scaler
         if isinstance(self._model, Pipeline) and self._model.num_workers > 1:
-            with self._precision.autocast():  # backward passes take place in it, too
+            with self._precision.autocast():  # includes the backward passes
                 batch.run(self._model, self._precision.prepare_data, scaler=scaler)
             local_loss = batch.local_sums()
         else:
             for data in batch:
                 self._add_gradient(batch, data)
             local_loss = batch.local_sums()
-            if scaler.is_enabled():  # by powers of two, which are exact
+            if scaler.is_enabled():  # the scale is a power of two, so the division is exact
                 local_loss[0] /= scaler.get_scale()
         self._noise.see_global(batch)
         committed = self._commit(local_loss)
@@ -146,7 +146,7 @@ class TrainStep:
         )
 
     def update(self, step: int) -> None:
-        """Applies what is in `p.grad`, with the learning rate of the step that made it.
+        """Applies the gradient in `p.grad`, with the learning rate of the step that computed it.
 
         Raises:
             NonfiniteGradientError: by policy, before anything is changed; on every worker alike.
@@ -154,7 +154,7 @@ class TrainStep:
         self._apply(step, is_finite=self._is_finite())
 
     def _apply(self, step: int, *, is_finite: bool) -> None:
-        """What `update` does, once it is known whether the gradient is finite."""
+        """Does what `update` does, once it is known whether the gradient is finite."""
         if not is_finite and self._nonfinite == "raise":
             self._raise_nonfinite(step)
         self._set_learning_rate(self._task.schedule(step))
@@ -165,7 +165,7 @@ class TrainStep:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _is_finite(self) -> bool:
-        """Whether the global gradient is, as far as the policy wants to know."""
+        """Whether the global gradient is finite; True without a look if `nonfinite` needs none."""
         if self._nonfinite == "propagate" or self._precision.scaler.is_enabled():
             return True
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.

@@ -1,6 +1,6 @@
-"""How a run is stopped: signals become requests, and all workers stop after the same step.
+"""Stopping a run: signals become requests, and all workers stop after the same step.
 
-The message by which they agree also carries the request for a checkpoint that a clock makes.
+The message by which they agree also carries requests for a checkpoint when one is due by a clock.
 """
 
 import signal
@@ -25,12 +25,12 @@ REPEAT_S = 2.0
 class Interrupts:
     """While entered, SIGINT and SIGTERM set `requested` instead of ending the process.
 
-    A repeat within `REPEAT_S` is ignored; a later one gets the handler that was there
-    before, so that a second Ctrl-C ends the process at once. Off the main thread, where
-    Python allows no handlers, nothing is installed and `requested` stays None.
+    A repeat within `REPEAT_S` is ignored; a later one is passed to the previous handler, so that a
+    second Ctrl-C ends the process at once. Outside of the main thread, where Python allows no
+    handlers, nothing is installed and `requested` stays None.
 
     Args:
-        clock: seconds that pass.
+        clock: returns the time in seconds.
 
     Attributes:
         requested: the first signal that came, or None.
@@ -53,10 +53,10 @@ class Interrupts:
         self._previous = {}
 
     def request(self, number: int) -> None:
-        """Sets `requested` as a signal does, where a message brings it.
+        """Sets `requested` as a signal does, for a request that comes by a message.
 
         Args:
-            number: the signal's.
+            number: the signal's number.
         """
         if self.requested is None:
             self.requested = signal.Signals(number)
@@ -85,7 +85,7 @@ class StopAgreement:
     seen so far and reads the one that the step before started: no step ever waits for it.
 
     Attributes:
-        is_save_due: whether a worker had asked for a checkpoint in what was read last.
+        is_save_due: whether a worker requested a checkpoint in the message that was read last.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -94,7 +94,7 @@ class StopAgreement:
         self._pending: Work[Tensor] | None = None
 
     def __call__(self, signal_number: int | None, *, is_save_due: bool = False) -> int | None:
-        """Says what this worker was asked; returns what all agreed on a step ago.
+        """Sends this worker's requests; returns what all agreed on one step ago.
 
         Args:
             signal_number: the signal this worker has got, or None.
@@ -109,7 +109,7 @@ class StopAgreement:
         return agreed
 
     def drain(self) -> int | None:
-        """Finishes the all-reduce under way; call it when the steps end."""
+        """Finishes the pending all-reduce; call it when the steps end."""
         self.is_save_due = False
         if self._pending is None:
             return None
@@ -119,15 +119,15 @@ class StopAgreement:
 
 
 class StepStopAgreement:
-    """As `StopAgreement`, at once, and in a message that each step sends anyway.
+    """As `StopAgreement`, without the delay, in a message that each step sends anyway.
 
     Args:
-        interrupts: tells that this worker has got a signal.
+        interrupts: reports this worker's signals.
 
     Attributes:
         interrupts: as given.
-        is_save_due: as of `StopAgreement`.
-        agreed: what all workers together asked in the last message, until it is drained.
+        is_save_due: as in `StopAgreement`.
+        agreed: all workers' requests in the last message, until `drain` reads them.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
@@ -138,12 +138,12 @@ class StepStopAgreement:
 
     @property
     def asked(self) -> Tensor:
-        """What this worker asks, to be added up over the workers."""
+        """This worker's requests, to be summed over the workers."""
         requested = self.interrupts.requested
         return torch.tensor([*(requested == number for number in SIGNALS), self._asks_to_save])
 
     def note(self, agreed: Tensor) -> None:
-        """Takes up what all workers ask, the sum over them."""
+        """Records the sum of all workers' requests."""
         self.agreed = agreed
 
     def __call__(self, signal_number: int | None, *, is_save_due: bool = False) -> int | None:
@@ -153,7 +153,7 @@ class StepStopAgreement:
         return agreed
 
     def drain(self) -> int | None:
-        """What all were told last, once."""
+        """The requests of the last message, once."""
         *by_signal, self.is_save_due = self.agreed.bool().tolist()
         self.agreed = torch.zeros_like(self.agreed)
         asked = (n for n, is_asked in zip(SIGNALS, by_signal, strict=True) if is_asked)

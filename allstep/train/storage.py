@@ -1,13 +1,13 @@
-"""One checkpoint on disk: written so that it is there whole or not at all, read with checks.
+"""One checkpoint on disk: written atomically, read with checksums.
 
 [Note: atomic checkpoint] A checkpoint is a folder with `tensors.safetensors` (if the state is large
 also `tensors-2.safetensors` and so on, and `tensors-rank-1.safetensors` of other workers),
-`state.msgpack` (what is no tensor) and `manifest.json`, which has their checksums and its own. It
-is written under another name, `.tmp-NAME-HOST-PID`, each file is synced, and the folder is renamed
-when it is complete; so a folder with the right name is whole unless the disk damaged it, which the
-checksums tell. One that stands in the way is renamed `.old-NAME` first and comes back if the writer
-dies before the new one is in place; it is deleted once the new name is synced, too. What dead
-writers leave is swept away later.
+`state.msgpack` (everything else) and `manifest.json`, which has their checksums and its own. It is
+written under another name, `.tmp-NAME-HOST-PID`, each file is synced, and the folder is renamed
+when it is complete; so a folder with the right name is complete unless the disk damaged it, which
+the checksums detect. An existing folder of that name is renamed `.old-NAME` first; it is restored
+if the writer dies before the new one is in place, and deleted once the new name is synced, too.
+What dead writers leave behind is removed later.
 """
 
 import contextlib
@@ -59,10 +59,10 @@ class Stored:
     """A checkpoint's parts.
 
     Attributes:
-        step: optimizer steps done.
+        step: number of optimizer steps made.
         data: the encoded state.
-        index: of each group its tensors, as they are stored, on the "meta" device.
-        load: gives the tensors of the group of that number.
+        index: each group's tensors, as they are stored, on the "meta" device.
+        load: group number -> the group's tensors.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Stored:
         return selection.state()
 
     def select(self, select: Callable[[Any], Any] | None = None) -> Selection:
-        """What is wanted of it; see there."""
+        """The parts of the state that `select` chooses; see `Selection`."""
         return Selection(self.data, self.index, select)
 
 
@@ -97,17 +97,17 @@ def write_checkpoint(
     Args:
         path: the folder to make.
         state: nested dicts, lists, tuples and sets of None, numbers, texts, bytes, numpy arrays
-            and dense tensors; these are not in sets, nor keys. Where there are divided tensors
-            their other workers call `write_parts`.
-        step: optimizer steps done.
-        file_bytes: about as much is in a file, and at once in memory of tensors of others.
-        disk: what writes.
+            and dense tensors; no tensors in sets or as keys. If there are divided tensors, their
+            other workers call `write_parts`.
+        step: number of optimizer steps made.
+        file_bytes: approximate size of a file, and of other workers' tensors in memory at once.
+        disk: the disk to write to.
         comm: the workers of divided tensors.
 
     Raises:
         UsageError: if `state` holds anything else; the message names its path.
-        CheckpointError: if the disk is full or can't be written; what was there before is there
-            then, or all of the new one.
+        CheckpointError: if the disk is full or can't be written; then the folder holds either the
+            previous checkpoint or the complete new one.
     """
     path = Path(path)
     try:
@@ -156,10 +156,10 @@ def read_checkpoint(path: Path | str) -> Any:
 
 @contextmanager
 def open_stored(path: Path | str) -> Iterator[Stored]:
-    """The checked parts of a checkpoint, to be read until the end, whatever is deleted meanwhile.
+    """A checkpoint's checked parts, which stay readable even if it is deleted meanwhile.
 
     Raises:
-        CheckpointError: as for `read_checkpoint`.
+        CheckpointError: as in `read_checkpoint`.
     """
     path = Path(path)
     manifest = verify(path)
@@ -180,7 +180,7 @@ def open_stored(path: Path | str) -> Iterator[Stored]:
 
 
 def in_memory(step: int, state: Any) -> Stored:
-    """A state without divided tensors as if it were stored."""
+    """A state without divided tensors, in the form of a stored one."""
     data, tensors = pack(state)
     groups = list(map(load_group, grouped(pieces_of(tensors, FILE_BYTES), FILE_BYTES)))
     return Stored(step, data, list(map(_on_meta, groups)), groups.__getitem__)
@@ -216,7 +216,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any], disk: Disk = LOCAL_DI
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns a full disk, and what else hinders the writing of a file, into a CheckpointError."""
+    """Turns a full disk, and any other error of writing a file, into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -226,7 +226,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path, disk: Disk = LOCAL_DISK) -> None:
-    """Deletes a checkpoint; if that is cut short, no half of it stays under its name."""
+    """Deletes a checkpoint; if interrupted, no partial checkpoint is left under its name."""
     temporary = _temporary(path, disk)
     disk.remove(temporary)
     disk.rename(path, temporary)
@@ -234,15 +234,15 @@ def discard(path: Path, disk: Disk = LOCAL_DISK) -> None:
 
 
 class Sweeper:
-    """Removes what dead writers left, and puts back what they had moved aside.
+    """Removes what dead writers left behind, and restores what they had moved aside.
 
-    What a writer of another host left is removed once this object has found it unchanged for an
-    hour: the times of files are by that host's clock or the file server's, which may be wrong, or
-    set while somebody writes.
+    Leftovers of another host are removed once this object has found them unchanged for an hour: the
+    files' times are set by that host's or the file server's clock, which may be wrong, or be set
+    while somebody writes.
 
     Args:
-        folder: of checkpoints.
-        disk: what removes, and has a clock.
+        folder: the folder of checkpoints.
+        disk: the disk to remove from, with a clock.
     """
 
     def __init__(self, folder: Path, disk: Disk = LOCAL_DISK) -> None:
@@ -267,7 +267,7 @@ class Sweeper:
                     disk.rename(aside, path)
 
     def _is_left_over(self, path: Path) -> bool:
-        """Whether the writer of a temporary folder is gone."""
+        """Whether the writer of a temporary folder has died."""
         disk, match = self._disk, _TEMPORARY.fullmatch(path.name)
         if match is None:
             return False
@@ -344,7 +344,7 @@ def _check_file(path: Path, expected: dict[str, Any]) -> None:
 
 
 def _size_bytes(path: Path) -> int:
-    """Of a regular file; a pipe or a device could be read for ever."""
+    """Size of a regular file; others are refused, as reading a pipe or a device may never end."""
     if not path.exists():
         raise CheckpointError(f"{path.name} is missing")
     if not path.is_file():
@@ -353,7 +353,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _make_folders(path: Path, disk: Disk) -> None:
-    """Makes a folder, and those above it that are missing; all outlive a loss of power."""
+    """Makes a folder and its missing parents; all of them survive a loss of power."""
     if not path.is_dir():
         _make_folders(path.parent, disk)
         with contextlib.suppress(FileExistsError):  # another worker was quicker
@@ -381,9 +381,9 @@ def _put_in_place(temporary: Path, path: Path, disk: Disk) -> None:
 
 
 def _settle(path: Path, aside: Path, disk: Disk) -> None:
-    """Deletes what was moved aside, once the name of what is in its place is on the disk.
+    """Deletes the previous folder, moved aside, once the new folder's name is on the disk.
 
-    Another writer may move `path` aside meanwhile; so it gets a name that only this one uses.
+    Another writer may move `path` aside meanwhile; so it gets a name that only this writer uses.
     """
     replaced = _temporary(aside, disk)
     if os.path.lexists(aside):
@@ -402,7 +402,7 @@ def _temporary(path: Path, disk: Disk) -> Path:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Puts the checkpoint's name before whatever is wrong with it."""
+    """Adds the checkpoint's name to the message of an error."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What a recipe hands to the loop: a model, its data in stages, and what to make of them."""
+"""The task that a recipe passes to the loop: a model, its data in stages, loss and optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ Loss = Tensor | tuple[Tensor, float | Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Other samples in other batches from an epoch on, as when sequences grow during a run.
+    """From an epoch on: other samples in other batches, as when sequences grow during a run.
 
-    Steps and epochs are counted on; the task's schedule knows when the stage begins.
+    Steps and epochs continue to be counted; the task's schedule accounts for when a stage begins.
 
     Args:
-        first_epoch: the epoch that it begins with, counted from 0.
+        first_epoch: its first epoch, counted from 0.
         train_set: map-style data set of samples.
         test_set: map-style data set, for the evaluations during the stage.
         global_batch: samples of one optimizer step, over all workers together.
@@ -45,23 +45,23 @@ class Task:
     """A model, its data, its loss and how it is optimized.
 
     The loop moves model and data to the worker's device and sets every random state, so
-    that the functions here need to know nothing of workers.
+    that the functions here need not know about workers.
 
     Args:
-        model: the module to train. Of an `allstep.nn.Pipeline` on several workers its own loss and
-            weight count, which must be what `loss` makes of its output.
+        model: the module to train. An `allstep.nn.Pipeline` on several workers uses its own loss
+            and weight, which must equal what `loss` computes from its output.
         train_set: map-style or iterable data set of samples.
         test_set: map-style data set; each of its samples is counted exactly once.
         loss: `(model, micro_batch) -> scalar`, the mean over the micro-batch's samples; or
-            `-> (scalar, weight)`, a sum over its tokens, frames or boxes and how many they are:
-            each of them then counts the same in a global batch.
+            `-> (scalar, weight)`, a sum over its tokens, frames or boxes and their number: each
+            of them then counts the same in a global batch.
         metrics: `(model, micro_batch) -> {name: (sum, count)}`, for the evaluation.
         optimizer: `(model) -> Optimizer`, made after the model is on its device.
         schedule: `step -> multiplier` of every group's learning rate.
         collate_fn: samples -> micro-batch; torch's default when None.
-        later_stages: what comes after `train_set` with the options' batches, in order.
-        kept: name -> what must be as it was where a run is resumed or evaluated, beside the number
-            of samples; a digest of the names that give labels their numbers, say.
+        later_stages: the stages after `train_set` with the options' batches, in order.
+        kept: name -> value that must not change between a run and its resumption or evaluation,
+            beside the number of samples; for example a digest of the label names.
     """
 
     model: nn.Module
@@ -85,8 +85,8 @@ def all_stages(task: Task, options: TrainOptions) -> list[Stage]:
     """The task's first stage, with the options' batches, and its later ones.
 
     Raises:
-        UsageError: if they don't follow each other within the run's epochs, or if one of several
-            is a stream.
+        UsageError: if they don't follow each other within the run's epochs, or if there are several
+            and one is a stream.
     """
     first = Stage(
         first_epoch=0,
@@ -109,10 +109,10 @@ def all_stages(task: Task, options: TrainOptions) -> list[Stage]:
 
 
 def num_samples_of(stage: Stage) -> int:
-    """Samples of one of its epochs.
+    """Samples in one epoch of a stage.
 
     Raises:
-        UsageError: if it is a stream, whose epochs have no known length.
+        UsageError: if it is a stream, whose length is unknown.
     """
     if not isinstance(stage.train_set, Sized):
         raise UsageError(

@@ -1,9 +1,9 @@
-"""The files with a checkpoint's tensors, and who writes them.
+"""The files with a checkpoint's tensors, and which workers write them.
 
-[Note: writers of parts] Where all workers see the folder that rank 0 has made, each writes files of
-its own parts in it, in rounds of a file each, after which rank 0 hears the files' checksums; nobody
-waits for another, but rank 0 for all. It writes what is not divided, too. Where a worker does not
-see the folder, or there are hundreds, rank 0 asks all for their pieces and writes them.
+[Note: writers of parts] If all workers see the folder that rank 0 has made, each writes files of
+its own parts in it, in rounds of one file each, after which it sends the files' checksums to rank
+0; only rank 0 waits for others. Rank 0 also writes everything that is not divided. If a worker does
+not see the folder, or there are hundreds of workers, rank 0 receives all pieces and writes them.
 [Note: divided checkpoints]
 """
 
@@ -27,7 +27,7 @@ from allstep.train.pieces import Piece, pieces_of, send_pieces
 
 FILE_BYTES = 64 << 20
 FIRST = "tensors.safetensors"
-_MAX_FILES = 256  # who reads a checkpoint has all of them open, twice as many if they divide badly
+_MAX_FILES = 256  # a reader has all of them open at once, up to twice as many if sizes divide badly
 _NAME = re.compile(r"tensors(-rank-\d+)?(-\d+)?\.safetensors")
 
 Digest = dict[str, Any]
@@ -35,7 +35,7 @@ Group = list[Piece]
 
 
 def holds_tensors(name: str) -> bool:
-    """Whether a file of that name is one of these."""
+    """Whether a file of this name holds tensors."""
     return bool(_NAME.fullmatch(name))
 
 
@@ -47,7 +47,7 @@ def digest_of(path: Path) -> Digest:
 
 
 def grouped(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Group]:
-    """What is stored together; the first group may be empty."""
+    """The groups of pieces that are stored in one file each; the first group may be empty."""
     group: Group = []
     num_bytes = 0
     for piece in pieces:
@@ -60,7 +60,7 @@ def grouped(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Group]:
 
 
 def load_group(group: Group) -> dict[str, Tensor]:
-    """What a file of them holds."""
+    """The tensors of a group's file, by name."""
     return {piece.name: piece.load() for piece in group}
 
 
@@ -71,20 +71,20 @@ def write_all(
     disk: Disk,
     comm: Communicator | None = None,
 ) -> dict[str, Digest]:
-    """Writes them on rank 0; the other workers of divided tensors call `write_parts`.
+    """Writes tensors on rank 0; the other workers of divided tensors call `write_parts`.
 
     Args:
-        new_folder: makes the folder that they are written in.
-        tensors: by name, as `pack` gives them.
-        file_bytes: about as much is in a file, or more where that would be too many files.
-        disk: what writes.
+        new_folder: makes the folder to write in.
+        tensors: name -> tensor, as `pack` returns them.
+        file_bytes: approximate size of a file; larger if there would be too many files.
+        disk: the disk to write to.
         comm: the workers; None if nothing is divided.
 
     Returns:
-        Size and checksum by the file's name.
+        File name -> size and checksum.
 
     Raises:
-        OSError, SafetensorError: if this worker, or another, could not; nobody waits for it then.
+        OSError, SafetensorError: if this worker or another could not write; no worker waits then.
     """
     all_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
     group_bytes = max(file_bytes, all_bytes // _MAX_FILES)
@@ -110,19 +110,19 @@ def write_all(
         return dict(_written(folder, groups, 0, disk))
     except (OSError, SafetensorError):
         for piece in chain.from_iterable(groups):
-            piece.load()  # others are sending
+            piece.load()  # takes part in what other workers send
         raise
 
 
 def write_parts(comm: Communicator, folder: Path, state: Any, file_bytes: int, disk: Disk) -> None:
-    """This worker's part in what rank 0 does by `write_all`; an error is raised there.
+    """Writes this worker's parts while rank 0 calls `write_all`; errors are raised on rank 0.
 
     Args:
         comm: the workers.
-        folder: that which the checkpoint's folder will be in, by the name that it has here.
-        state: with divided tensors at the same places as rank 0's.
-        file_bytes: as there.
-        disk: what writes.
+        folder: the parent of the checkpoint's folder, by its name on this worker.
+        state: a state with divided tensors at the same places as rank 0's.
+        file_bytes: as in `write_all`.
+        disk: the disk to write to.
     """
     divided = parts_in(state)
     offer = comm.broadcast_object() if divided else None
@@ -140,12 +140,12 @@ def write_parts(comm: Communicator, folder: Path, state: Any, file_bytes: int, d
 
 
 def parts_in(state: Any) -> list[DividedTensor]:
-    """The divided tensors of a state that have an element."""
+    """The divided tensors of a state that are not empty."""
     return [x for x in divided_in(state).values() if math.prod(x.shape)]
 
 
 def _can_write(folder: Path, token: str, rank: int, disk: Disk) -> bool:
-    """Whether it is the folder in which rank 0 has made the token."""
+    """Whether this is the folder in which rank 0 has made the token, and can be written."""
     probe = folder / f"probe-{rank}"
     try:
         if not (folder / token).exists():
@@ -158,7 +158,7 @@ def _can_write(folder: Path, token: str, rank: int, disk: Disk) -> bool:
 
 
 def _num_rounds(comm: Communicator, own: Sequence[Group] | None) -> int | None:
-    """The largest number of files that a worker writes; None if one can't. All workers call it."""
+    """The largest number of files of a worker; None if one can't write. All workers call it."""
     counts = comm.all_gather_object(None if own is None else len(own))
     return None if None in counts or comm.size > _MAX_FILES else max(counts)
 
@@ -166,10 +166,10 @@ def _num_rounds(comm: Communicator, own: Sequence[Group] | None) -> int | None:
 def _written_by_each(
     comm: Communicator, folder: Path, own: Sequence[Group], num_rounds: int, disk: Disk
 ) -> dict[str, Digest]:
-    """Writes this worker's files; all of them with their checksums on rank 0. Collective.
+    """Writes this worker's files; returns all workers' files with checksums, on rank 0. Collective.
 
-    Rank 0 hears of each file, so that it waits for a peer as long as that takes, not longer than
-    the communicator's timeout for one.
+    Rank 0 gets a message for each file, so that it may wait for a peer as long as all its files
+    take, but no longer than the communicator's timeout for each of them.
     """
     files: dict[str, Digest] = {}
     error: Exception | None = None
@@ -178,7 +178,7 @@ def _written_by_each(
         report: object = None
         try:
             report = next(written, None)
-        except Exception as found:  # which ends what is `written`
+        except Exception as found:  # it ends the iteration over what is written
             error, report = found, str(found) or type(found).__name__
         for rank, told in enumerate(comm.gather_object(report) or ()):
             if isinstance(told, str):
@@ -194,7 +194,7 @@ def _written_by_each(
 def _written(
     folder: Path, groups: Iterable[Group], rank: int, disk: Disk
 ) -> Iterator[tuple[str, Digest]]:
-    """Writes a file a group; each with its checksum once it outlives a loss of power."""
+    """Writes one file per group; returns each with its checksum once it is synced."""
     stem = f"tensors-rank-{rank}" if rank else "tensors"
     for number, group in enumerate(groups, start=1):
         path = folder / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors"

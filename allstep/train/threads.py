@@ -1,4 +1,4 @@
-"""How many threads a worker computes with, which is part of what an exact run is."""
+"""The number of threads that a worker computes with, which exact results depend on."""
 
 import torch
 
@@ -7,19 +7,19 @@ from allstep.errors import CheckpointError
 
 
 class Threads:
-    """Keeps a run's number of threads while the run is there.
+    """Sets a run's number of threads while the run exists.
 
     [Note: threads] A worker's own products and sums have other last bits with another number of
     threads: gradients of convolutions, of some linear layers, of layer norms, of GELU where a
     thread's part ends; batch norm in the channels-last layout; sums over a whole tensor. So a run
-    with exact sums keeps its number, on any number of workers and when it is resumed. It is what
-    the option says, else `OMP_NUM_THREADS`, else one: a share of the cores would depend on the
-    number of workers. Other runs, and those on a GPU, compute with as many as there are.
+    with exact sums keeps its number, on any number of workers and when it is resumed. It is the
+    option's value, else `OMP_NUM_THREADS`, else one: a share of the cores would depend on the
+    number of workers. Other runs, and those on a GPU, use the process's present number.
 
     Args:
-        wanted: the option `threads`; None if it was left out.
-        is_exact: whether the run's sums are.
-        device: that the run computes on.
+        wanted: the option `threads`; None if it was not given.
+        is_exact: whether the run's sums are exact.
+        device: the device that the run computes on.
     """
 
     def __init__(self, wanted: int | None, *, is_exact: bool, device: torch.device) -> None:
@@ -34,10 +34,10 @@ class Threads:
         return {"num": self.num}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Goes on with the checkpoint's number.
+        """Takes the checkpoint's number of threads.
 
         Raises:
-            CheckpointError: if the option asks for another one.
+            CheckpointError: if the option is set to another number.
         """
         if self.num is None or state["num"] is None:
             return
@@ -50,7 +50,7 @@ class Threads:
         self._set(self.num)
 
     def give_back(self) -> None:
-        """Lets the process compute as before."""
+        """Restores the process's earlier number of threads."""
         self._set(self._before)
 
     def _set(self, num: int | None) -> None:

@@ -1,22 +1,22 @@
-"""How the workers of a user's own loop change: who has come how far, and what the next ones get.
+"""Changes of the workers in a user's own loop: how far each one is, and which state others get.
 
-[Note: elastic loops] As in [Note: elastic training], each worker is before a step's update or
-behind it. But the update is the user's code, which nobody can make for a worker from outside, and
-what stands between two calls of allstep can't be run again. So a worker of a loop is in one of
-three places of a step:
+[Note: elastic loops] As in [Note: elastic training], each worker is either before a step's update
+or behind it. But here the update is the user's code, which allstep can't run in a worker's place,
+and code between two calls of allstep can't be run again. So a worker of a loop is in one of three
+places of a step:
 
 - at its start: before the user gets the global batch;
 - in the loop over its micro-batches. If a worker is lost, what a step touches before its update
-  (buffers, gradients, the grid, the position in the data) is put back, and the loop over the batch
-  begins again, with the micro-batches that this worker has among those who are left;
-- in the last message before the update, with all sums. If one of the others has got that message,
-  all have had their sums: this worker makes its update as if nothing had been, and meets the others
-  afterwards. If nobody has, the loop over the batch begins again.
+  (buffers, gradients, the grid, the position in the data) is restored, and the loop over the batch
+  begins again, with this worker's micro-batches among the remaining workers;
+- in the last message before the update, with all sums. If any other worker has received that
+  message, all sums were complete: this worker makes its update as if nothing had happened, and
+  meets the others afterwards. If nobody has, the loop over the batch begins again.
 
-`batch.backward` is where a loss is noticed in the user's code: it returns, and the loop over the
-batch goes on with the first micro-batch. What `Elastic.call` is given is run again in the same way.
-Workers that join are let in at the start of a step only, where all the others are, or will be after
-their update: they run the same code from there on.
+In the user's code a lost worker is noticed in `batch.backward`: it returns, and the loop over the
+batch continues with the first micro-batch. A function given to `Elastic.call` is repeated in the
+same way. Workers may join only at the start of a step, where all the others are, or will be after
+their update: from there on they run the same code.
 """
 
 import logging
@@ -31,22 +31,22 @@ from allstep.train.elastic import LOST, StepCommit, admit, tell_who_goes_on
 from allstep.train.loop_state import LoopState
 from allstep.train.stop import StepStopAgreement
 
-PLACES = 1 << 20  # in a step, at most: its start, its batch, its last message, then calls
+PLACES = 1 << 20  # most places in a step: its start, its batch, its last message, then calls
 
 
 class WorkerChanges:
-    """A worker's place in the loop, and its way to the next generation of workers.
+    """A worker's place in the loop, and its passage to the next generation of workers.
 
     Args:
         comm: the workers.
-        membership: this worker's.
-        state: of the loop.
-        stop: by which the workers agree to stop.
+        membership: this worker's membership.
+        state: the loop's state.
+        stop: the agreement by which the workers decide to stop.
 
     Attributes:
-        step, place: where it is; None before it has begun, or has joined.
+        step, place: where the worker is; None before it has begun or joined.
         is_committing: whether it waits for the last message of what it has done there.
-        has_changed: whether exchanges and loader have still to be told of other workers.
+        has_changed: whether exchanges and loader don't know yet that the workers have changed.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class WorkerChanges:
         self.place = 0
         self.is_committing = self.has_changed = False
         self._position = state.position()
-        self._last: tuple[str, str] | None = None  # what was committed last, by its name
+        self._last: tuple[str, str] | None = None  # name and text of what was committed last
 
     @property
     def joins(self) -> bool:
-        """Whether others have begun, and this worker is not among them yet."""
+        """Whether this worker joins others that have begun."""
         return self._membership.waits
 
     def begin(self, training: Mapping[str, object]) -> bool:
-        """Meets the first workers, or joins those that are there. Collective.
+        """Meets the first workers, or joins the present ones. Collective.
 
         Args:
-            training: what must be the same for workers to train together.
+            training: everything that workers must have in common to train together.
 
         Returns:
             Whether this worker joins.
 
         Raises:
-            UsageError: if it is not.
-            PeerLostError: if nobody is left to join.
+            UsageError: if `training` differs from the others'.
+            PeerLostError: if no worker is left to join.
         """
         admit(self._comm, self._membership, training)
         joins = self.joins
@@ -91,22 +91,22 @@ class WorkerChanges:
         return joins
 
     def end(self, code: int) -> None:
-        """All have come to the end. Collective.
+        """Ends the training, when all workers have finished. Collective.
 
         Args:
-            code: for the launcher to exit with, should its own workers all have been lost.
+            code: exit code of the launcher if all its own workers were lost.
         """
         while not self._all_have_met():
             try:
                 self.change()
-            except PeerLostError:  # of too few, where the others have ended by now
+            except PeerLostError:  # too few workers, as the others have ended by now
                 if not self._membership.is_over:
                     raise
                 break
         self._membership.end(code)
 
     def _all_have_met(self) -> bool:
-        """Whether all are here, or have been: for some the training may be over already."""
+        """Whether all have reached the end; for some the training may be over already."""
         try:
             self.take_up()
             agree(self._comm, "end the loop over epochs")
@@ -115,25 +115,25 @@ class WorkerChanges:
         return True
 
     def leave(self) -> None:
-        """This worker trains no more; the others go on."""
+        """Leaves the training; the others continue."""
         self._membership.leave()
 
     def enter(self, step: int | None, place: int, *, is_committing: bool = False) -> None:
-        """Comes to a place of a step; the same on all workers, one after the other."""
+        """Records that the worker enters a place of a step; all workers pass the same places."""
         self.step, self.place, self.is_committing = step, place, is_committing
 
     def note_position(self) -> None:
-        """Nothing of the step has been begun."""
+        """Saves the position, before any part of the step has begun."""
         self._position = self._state.position()
 
     def call(self, function: Callable[[], str]) -> str:
-        """Calls, behind a step, what talks to other workers, until none is lost meanwhile.
+        """Calls, after a step, a function that communicates, until no worker is lost meanwhile.
 
         Returns:
-            What it returned, on this worker or on others that have got the last message.
+            The function's result, on this worker or on another that received the last message.
 
         Raises:
-            PeerLostError: as `change`.
+            PeerLostError: as in `change`.
         """
         text, step, place = None, self.step, self.place + 1
         self.note_position()
@@ -151,11 +151,11 @@ class WorkerChanges:
         return text
 
     def note_committed(self, text: str) -> None:
-        """The last message of this place has come; what came of it, for a worker that missed it."""
+        """Records the result of this place's last message, for a worker that missed it."""
         self._last = self._name, text
 
     def text_of_others(self) -> str | None:
-        """Goes on with those who are left; returns what was committed, if others have got it."""
+        """Continues with the remaining workers; returns what was committed, if any received it."""
         was_committing, progress, name = self.is_committing, self._progress, self._name
         newest = self.change()
         if not (was_committing and newest > progress):
@@ -163,13 +163,13 @@ class WorkerChanges:
         return self._membership.read(name)
 
     def change(self) -> int:
-        """Makes the next generation of workers; returns how far the most advanced is. Collective.
+        """Forms the next generation; returns how far its most advanced worker is. Collective.
 
         Raises:
-            PeerLostError: if too few are left, or nobody with the state, or no launcher.
+            PeerLostError: if too few workers are left, none has the state, or the launcher ended.
         """
         self._comm.abort()
-        if not self.is_committing:  # else the user may still make an update
+        if not self.is_committing:  # otherwise the user may still make an update
             for exchange in self._state.exchanges:
                 exchange.detach()
         if self._last is not None:
@@ -186,7 +186,7 @@ class WorkerChanges:
         return newest
 
     def be_ready(self) -> None:
-        """Takes up a change of workers, and the next one if another is lost meanwhile."""
+        """Applies a change of workers, and the next one if another worker is lost meanwhile."""
         while self.has_changed:
             try:
                 self.take_up()
@@ -194,10 +194,10 @@ class WorkerChanges:
                 self.change()
 
     def take_up(self) -> None:
-        """Gives the state to those who have none, and tells exchanges and loader. Collective.
+        """Sends the state to workers without one, and updates exchanges and loader. Collective.
 
-        Nobody goes on before all have the state: else those who are left might not have that of
-        the start of a step any more.
+        No worker continues before all have the state: otherwise the remaining ones might no longer
+        have the state from the start of a step.
         """
         if not self.has_changed:
             return
@@ -245,5 +245,5 @@ class WorkerChanges:
 
     @property
     def _name(self) -> str:
-        """Of what is committed at this place."""
+        """The name of what is committed at this place."""
         return f"committed/{self.step}/{self.place}"
