@@ -61,7 +61,7 @@ def test_random_loop(kind: str, seed: int, in_float64: None, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "first"),
-    seeds_of(10, any_workers=range(100, 160), experts=range(100, 120), interrupted=range(100, 120)),
+    seeds_of(10, any_workers=range(100, 130), experts=range(100, 110), interrupted=range(100, 110)),
 )
 def test_some_random_loops(kind: str, first: int, in_float64: None, tmp_path: Path) -> None:
     check(kind, first, 10, tmp_path)
