@@ -1,4 +1,4 @@
-"""The way in: a model, its workers, and a policy make an exchange."""
+"""`attach`: makes an exchange from a model, its workers and a policy."""
 
 import logging
 
@@ -44,27 +44,27 @@ def attach(
     A copy of the model (`copy.deepcopy`, `torch.save`) is not attached and has no hooks of allstep.
 
     Args:
-        model: the same on every worker; a compiled one is fine.
+        model: the same on every worker; may be compiled.
         comm: the workers.
-        policy: how to exchange; the default takes the mean.
-        global_batch: samples of one step over all workers, for the message alone.
-        scaler: the GradScaler that losses are scaled with. Whoever adds to the gradients of one
-            step those of another must know it: staleness, and formats with error feedback. It
-            then has its scale at once, for a worker without a loss in its first step.
-        optimizer: of the model's parameters; only local SGD needs to know it, and takes no other.
+        policy: how to exchange; by default gradients are averaged in each step.
+        global_batch: samples of one step over all workers; only for the log message.
+        scaler: the GradScaler that losses are scaled with. Staleness, and formats with error
+            feedback, need it because they add gradients of different steps. Its scale is then
+            initialised at once, for a worker without a loss in its first step.
+        optimizer: the optimizer of the model's parameters; only local SGD needs it.
 
     Returns:
         The exchange.
 
     Raises:
-        UsageError: if `model` is no module, if it is wrapped or scripted (DDP, the first FSDP,
+        UsageError: if `model` is not a module, if it is wrapped or scripted (DDP, FSDP1,
             `torch.jit`), if it or one of its parameters is attached already, if
-            `comm` is no Communicator, if `global_batch` isn't positive, if local SGD is not told
-            its optimizer, or if a part of the model is divided over other workers than `comm`,
-            divided at all with staleness or local SGD, or shares a parameter with the rest; if
-            FSDP2 has sharded it over others, or the policy is neither `Synchronous()` then nor
-            exact sums.
-        DisagreementError: if policies differ between workers, or names, shapes or dtypes.
+            `comm` is not a Communicator, if `global_batch` isn't positive, if local SGD is not
+            given its optimizer, or if a part of the model is divided over other workers than
+            `comm`, divided at all with staleness or local SGD, or shares a parameter with the rest;
+            if FSDP2 has sharded it over other workers, or with a policy other than
+            `Synchronous()` and exact sums.
+        DisagreementError: if policies, names, shapes or dtypes differ between workers.
 
     Example:
         >>> import torch, allstep
@@ -127,7 +127,7 @@ def _in_words(
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
 ) -> dict[str, str]:
-    """What workers must have been given alike."""
+    """The arguments that must be equal on all workers."""
     others = {"scaler": scaler, "optimizer": optimizer}
     words = policy.in_words | {
         name: "None" if value is None else "given" for name, value in others.items()
@@ -159,7 +159,7 @@ def _check_device(model: nn.Module, comm: Communicator) -> None:
 
 
 def _refuse_attached(model: nn.Module) -> None:
-    """No gradient may be exchanged by two."""
+    """Refuses a model with a parameter that is attached already."""
     for name, _ in exchanges_of(model):
         raise UsageError(
             f"{named_part(name)} is attached already; call `detach()` of its exchange first."

@@ -1,4 +1,4 @@
-"""What can't be attached, because its gradients are somebody else's, or out of a hook's reach."""
+"""Refuses models whose gradients another library handles, or which hooks can't reach."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from allstep.torch_classes import is_dtensor, loaded_class
 
 
 def check_module(model: nn.Module) -> None:
-    """Checks that an exchange of `model` would train that model, and no other.
+    """Checks that an exchange of `model` would train exactly that model.
 
     Raises:
         UsageError: names the module and the cure.
@@ -37,10 +37,10 @@ def check_module(model: nn.Module) -> None:
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
-    """Checks that workers can give each other all of a parameter or buffer.
+    """Checks that a parameter or buffer can be sent as a whole.
 
     Raises:
-        UsageError: if it is a part of a sharded one, or its elements share memory.
+        UsageError: if it is a shard of another tensor, or if its elements share memory.
     """
     if is_dtensor(tensor):
         raise UsageError(
@@ -58,7 +58,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_sharded_before(model: nn.Module) -> None:
-    """Checks that FSDP2 has not sharded a model that was whole when it was attached."""
+    """Checks that FSDP2 has not sharded the model after it was attached."""
     if fsdp_modules(model):
         raise UsageError(
             "`model` is sharded by FSDP2 since it was attached: call `fully_shard` before"
@@ -67,7 +67,7 @@ def check_sharded_before(model: nn.Module) -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """A replayed graph would not ask whether all workers came for the same thing."""
+    """Refuses CUDA graph capture: a replay would not compare what the workers exchange."""
     if torch.is_grad_enabled() and is_capturing(device):
         raise UsageError(
             "A training step of an attached model is captured in a graph; the workers agree on"

@@ -7,19 +7,19 @@ from torch.autograd import Variable
 
 
 class BackwardPass:
-    """Calls a function at the end of each backward pass that asked for it. [Note: end of backward]
+    """Calls a function at the end of each backward pass that requests it. [Note: end of backward]
 
     autograd runs a queued callback at the end of the pass in which it was queued, and keeps it
-    alive until then. So a weak reference to it tells everything: while it lives, the pass is
-    under way; once it is dead, the pass has ended, also if it ended with an exception.
+    alive until then. So a weak reference to it is enough: while the callback is alive, the pass is
+    running; once it is dead, the pass has ended, possibly with an exception.
 
     Reentrant activation checkpointing runs passes within the pass, and the callback must be
     queued in the outermost one, or it would run before the outermost has ended. A hook on the
-    model's outputs is called in that one, before any hook inside: it calls `enter`.
+    model's outputs runs in the outermost pass before any hook of an inner one: it calls `enter`.
 
     Args:
-        begin: called in the first hook of a pass.
-        finish: called at the end of each that asked for it, with no arguments either.
+        begin: called without arguments in the first hook of a pass.
+        finish: called without arguments at the end of each pass that requested it.
     """
 
     def __init__(self, begin: Callable[[], None], finish: Callable[[], None]) -> None:
@@ -27,12 +27,12 @@ class BackwardPass:
         self._end: ref[_End] | None = None
 
     def enter(self) -> None:
-        """A backward pass is under way, which may be the outermost of several."""
+        """Called in a backward pass that may be the outermost of several."""
         if self._end is None or self._end() is None:
             self._begin()
 
     def request(self) -> None:
-        """Has `finish` called at the end of the pass under way, once."""
+        """Requests that `finish` is called at the end of the running pass, once."""
         end = None if self._end is None else self._end()
         (self._begin() if end is None else end).is_requested = True
 
@@ -44,7 +44,7 @@ class BackwardPass:
         return end
 
     def finish(self, is_requested: bool) -> None:
-        """What autograd calls; a traceback could keep the callback alive, so forget it first."""
+        """Called by autograd; drops the callback first, which a traceback could keep alive."""
         self._end = None
         if is_requested:
             self._finish()

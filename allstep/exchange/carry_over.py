@@ -1,4 +1,4 @@
-"""What an earlier exchange has left in `p.grad`, where the next one would count it again."""
+"""Gradients that an earlier exchange has left in `p.grad`, which the next would count again."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 
@@ -13,21 +13,21 @@ from allstep.exchange.parameters import ParameterSet
 class CarryOver:
     """Lets what `p.grad` holds before an exchange count once, not once a worker.
 
-    A mean keeps what is the same on all workers; a sum multiplies it by their number. So before
-    gradients that will be summed are added to `p.grad`, it is divided by that number: it is then
-    this worker's part of the sum, as the gradients are. A parameter that no worker has a gradient
-    for gets back what it had.
+    A mean preserves a value that is the same on all workers; a sum multiplies it by their number.
+    So before gradients that will be summed are added to `p.grad`, it is divided by that number:
+    like these gradients, it is then this worker's part of the sum. If no worker has a gradient for
+    a parameter, its `p.grad` is restored.
 
-    Or it is held out of the exchange and added to what that leaves; it must be the same on all
-    workers. Exact sums are of what was rounded; a late gradient that was not used yet must not be
-    sent again, to come later still.
+    Alternatively `p.grad` is held out of the exchange, and added to the result; it must be the same
+    on all workers. This is for exact sums, which take rounded gradients only, and for staleness: a
+    late gradient that was not used yet must not be sent, and delayed, again.
 
     Args:
-        parameters: whose `p.grad` it is.
-        divided: likewise, if it is held.
-        batch: tells whether gradients are summed.
+        parameters: the parameters that are exchanged.
+        divided: divided parameters, whose `p.grad` may be held, too.
+        batch: knows whether gradients are summed.
         size: the number of workers.
-        holds: whether what `carry` finds now is to be held.
+        holds: whether the gradients that `carry` finds now are to be held.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CarryOver:
         self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def carry(self, names: Iterable[str] | None = None) -> None:
-        """Before gradients are added to `p.grad`, or it is summed; all that was not yet if None."""
+        """Called before `p.grad` is added to, or summed; None means all parameters."""
         trained = self._parameters.trained
         found = trained if names is None else {name: trained[name] for name in names}
         if self._holds():
@@ -54,7 +54,7 @@ class CarryOver:
             self._divide(found.values())
 
     def carry_one(self, name: str, _: Tensor | None) -> None:
-        """Before a gradient is added to one parameter's."""
+        """Called before a gradient is added to one parameter's `p.grad`."""
         self.carry([name])
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class CarryOver:
 
     @torch.no_grad()
     def finish(self, summed: Iterable[nn.Parameter]) -> None:
-        """After the sum of some parameters' gradients: the others are again as they were."""
+        """Called after some parameters' gradients were summed; restores the others' `p.grad`."""
         if not self._carried:
             return
         is_summed = set(map(id, summed))
@@ -78,7 +78,7 @@ class CarryOver:
 
     @torch.no_grad()
     def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Before gradients are added to the `p.grad` of some parameters."""
+        """Holds some parameters' `p.grad`, before gradients are added to it."""
         for name, p in parameters.items():
             if id(p) not in self._seen and p.grad is not None:
                 self._held[name] = p, p.grad.detach().clone()
@@ -87,14 +87,14 @@ class CarryOver:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """After the exchange; what is left is added to what that has left."""
+        """Adds the held gradients to the results of the exchange."""
         for p, held in self._held.values():
             p.grad = held if p.grad is None else p.grad.add_(held)
         self._held.clear()
         self._seen.clear()
 
     def in_words(self, names: Container[str]) -> str:
-        """What will be added to some parameters' gradients, for a comparison of the workers."""
+        """The held gradients of some parameters, in words, for a comparison of the workers."""
         return "".join(
             f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
             for name, (_, x) in self._held.items()

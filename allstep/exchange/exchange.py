@@ -1,4 +1,4 @@
-"""What all exchanges share: hooks, the end of backward, parameters that come and go."""
+"""The base of all exchanges: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,25 +34,24 @@ from allstep.exchange.weighing import divide_gradients
 class Exchange(ABC):
     """Makes `p.grad` the mean over the workers at the end of each backward pass.
 
-    `allstep.attach` makes one. The model stays as it is, apart from hooks that `detach`
-    removes. A kind of exchange says in `_reduce` how gradients become their mean.
+    `allstep.attach` makes one. The model stays unchanged, apart from hooks that `detach`
+    removes. Subclasses implement in `_reduce` how gradients become their mean.
 
     Attributes:
         model: the attached model.
         comm: the workers.
         policy: how gradients are exchanged.
-        shards: name -> shard, of the parameters of which workers along another axis of a mesh
-            have other parts. [Note: shards]
-        cut: name -> workers that have the parts of a parameter, as shards or in windows.
+        shards: name -> shard, for parameters that are sharded along another axis of a mesh.
+            [Note: shards]
+        cut: name -> the workers that hold a parameter's parts, as shards or in windows.
         statistics: batch norm's running statistics.
-        is_attached: until `detach`.
-        num_exchanges: exchanges of gradients so far.
-        batch: the global batch that is being run, and how gradients add up.
-        has_gradients: whether the last exchange left a gradient to make an update with.
-        averaging: of the parameters, with local SGD; None without.
-        awaits_update: whether a global batch has been run whose turn in `steps` is not over, and
-            no update was made yet.
-        optimizers: that have updated the model.
+        is_attached: True until `detach`.
+        num_exchanges: number of exchanges of gradients so far.
+        batch: the current global batch, and how its gradients add up.
+        has_gradients: whether the last exchange left gradients for an update.
+        averaging: the averaging of parameters, with local SGD; None without.
+        awaits_update: whether the current item of `steps` has been run, and no update made yet.
+        optimizers: the optimizers that have updated the model.
         stragglers: the workers' times.
     """
 
@@ -68,7 +67,7 @@ class Exchange(ABC):
         self._begin()
 
     def _begin(self) -> None:
-        """Takes up the model, with the workers that `comm` is of now."""
+        """Attaches to the model, with the present workers of `comm`."""
         model, comm, policy = self.model, self.comm, self.policy
         self._parameters = ParameterSet(model)
         rounded = WeakHook(self, type(self)._round_divided) if self.is_exact else None
@@ -109,17 +108,17 @@ class Exchange(ABC):
             raise
 
     def _take_up(self) -> None:
-        """Hooks the model and gives all copies the same values. Collective."""
+        """Registers the hooks and makes all copies' values equal. Collective."""
         if self._is_active:
             self._activate()
         self._divided.broadcast()
         self._hooks.follow_lazy_modules(self._parameters.modules)
 
     def detach(self) -> None:
-        """Removes all hooks; the model is as it was before `attach`. May be called again.
+        """Removes all hooks, which restores the model from before `attach`. May be called again.
 
-        In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it. Call
-        it first, too, where batch norm's running statistics are to be all workers'.
+        Call `sync_buffers` first to end a round of local SGD, in which each worker has parameters
+        of its own, and to make batch norm's running statistics those of all workers.
         """
         self._warn_if_local()
         self.is_attached = False
@@ -129,12 +128,12 @@ class Exchange(ABC):
         self.statistics.detach()
 
     def begin_again(self, state: Mapping[str, Any]) -> None:
-        """Takes up the workers that `comm` is of now, whoever they were before. Collective.
+        """Attaches again, after the workers of `comm` have changed. Collective.
 
-        Parameters and gradients stay as they are: those who go on have the same.
+        Parameters and gradients are not sent: they are equal on all workers that continue.
 
         Args:
-            state: from `replicated_state`, of the same moment on all workers.
+            state: what `replicated_state` returned, at the same moment on all workers.
         """
         self.detach()
         self.stragglers = Stragglers(self.stragglers.compute_cure)
@@ -147,41 +146,41 @@ class Exchange(ABC):
                 f"`{verb}` was called after `detach()`; call it before, or attach again."
             )
 
-    # -- what a kind of exchange decides -------------------------------------------------------
+    # -- for subclasses to override ------------------------------------------------------------
 
     @abstractmethod
     def _reduce(self) -> Mapping[str, nn.Parameter]:
-        """Replaces `p.grad` by the sum of all times `batch.scale`. Collective.
+        """Replaces `p.grad` by the sum over the workers times `batch.scale`. Collective.
 
         Returns:
-            name -> parameter that any worker has touched; others keep `p.grad` as it is.
+            name -> parameter for which any worker has a new gradient; others keep their `p.grad`.
         """
 
     @abstractmethod
     def stats(self) -> ExchangeStats:
-        """What this exchange has done since `attach`."""
+        """Counters of what this exchange has done since `attach`."""
 
     @property
     def _is_active(self) -> bool:
-        """Whether there is anything to do; gradients of a lone worker are their own mean.
+        """Whether there is anything to do; a single worker's gradients are their own mean.
 
-        With exact sums they are rounded, as several workers' are.
+        With exact sums they are rounded, like those of several workers.
         """
         return self.comm.size > 1 or self.is_exact
 
     @property
     def is_exact(self) -> bool:
-        """Whether a global batch's sums have the same bits on any number of workers."""
+        """Whether sums over a global batch have the same bits on any number of workers."""
         return self._exact_sums is not None
 
     @property
     def _rounder(self) -> ExactSums | None:
-        """What rounds them, where they are rounded now."""
+        """The exact sums that round gradients, if they are rounded at present."""
         return None if self.batch.step is None or self._stays_local else self._exact_sums
 
     @property
     def _off_grid(self) -> OffGrid:
-        """This worker's gradients that did not fit, with exact sums."""
+        """This worker's gradients that did not fit the grid of exact sums."""
         return {}
 
     @property
@@ -190,54 +189,54 @@ class Exchange(ABC):
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP2 has sharded the model, so that its passes are collective."""
+        """Whether FSDP2 has sharded the model, which makes its passes collective."""
         return False
 
     @property
     def _stays_local(self) -> bool:
-        """Whether the present global batch's gradients stay with their worker."""
+        """Whether the current global batch's gradients are not exchanged."""
         return False
 
     @property
     def _is_in_round(self) -> bool:
-        """Whether each worker has parameters of its own by now, with local SGD."""
+        """Whether the workers' parameters differ at present, in a round of local SGD."""
         return False
 
     def _holds_gradients(self) -> bool:
-        """Whether what `p.grad` has held so far stays out of the exchange, to be added after it."""
+        """Whether the present `p.grad` is held out of the exchange and added to its result."""
         return False
 
     def begin_batch(self, num_passes: int) -> None:  # noqa: B027 (few need to know)
-        """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.
+        """Called before a global batch or an evaluation; collective if FSDP2 has sharded the model.
 
         Args:
-            num_passes: that this worker is about to make.
+            num_passes: number of passes that this worker is about to make.
         """
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
-        """Before its backward passes; a kind of exchange may prepare for their gradients."""
+        """Called before a global batch's backward passes, to prepare for their gradients."""
         if self._rounder is not None:
             self._rounder.begin(self._off_grid, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
-        """The backward passes that follow are of another micro-batch of the global batch."""
+        """Called before the backward passes of each micro-batch of the global batch."""
         if self._exact_sums is not None:
             self._exact_sums.begin_micro_batch(self._off_grid)
 
     def _begin_backward(self) -> None:  # noqa: B027
-        """Before the first gradient of a pass; a kind of exchange may prepare for them."""
+        """Called before the first gradient of a pass, to prepare for them."""
 
     def join_others(self) -> None:  # noqa: B027
-        """At its end: takes part in the passes of workers with more micro-batches, if need be."""
+        """Called at a global batch's end; joins passes of workers with more micro-batches."""
 
     def _end_global_batch(self) -> None:
-        """After them, also where they have failed."""
+        """Called after a global batch's backward passes, even if one has failed."""
         self._carry_over.give_back()
 
     def local_gradients(self) -> dict[str, Tensor]:
         """name -> the sum of this worker's gradients so far, before they are exchanged.
 
-        It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
+        It is `p.grad`, plus what "exact" keeps apart because it does not fit the grid.
         """
         found = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         if self._exact_sums is not None:
@@ -246,12 +245,12 @@ class Exchange(ABC):
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
     def flush(self) -> Iterator[int]:
-        """Leaves what is still in flight in `p.grad`, one gradient after the other.
+        """Puts gradients that are still in flight in `p.grad`, one exchange after the other.
 
-        Make an update for each. Nothing is in flight without staleness.
+        Make an update for each. Without staleness nothing is in flight.
 
         Yields:
-            The number of the exchange that the gradient is of.
+            The number of the gradient's exchange.
         """
         yield from ()
 
@@ -269,35 +268,35 @@ class Exchange(ABC):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the model has modules that are divided over several workers, the same on all."""
+        """Whether the model has modules that are divided over workers; the same on all workers."""
         return self._divided.has_modules
 
     @property
     def with_gradients(self) -> dict[str, nn.Parameter]:
-        """name -> parameter that may have a gradient here, exchanged or this worker's only."""
+        """name -> parameter that may have a gradient on this worker, exchanged or divided."""
         return self._parts.by_name
 
     def held(self, ids: set[int]) -> set[int]:
-        """Those `id`s that are of a parameter of the model, which may be frozen."""
+        """The ids among `ids` that belong to the model's parameters, including frozen ones."""
         return self._parameters.held(ids) | (ids & set(map(id, self.divided.values())))
 
     @property
     def workers_with_other_parts(self) -> list[Communicator]:
-        """Those whose gradients this worker does not see, along each axis over which parts lie."""
+        """The workers along each axis over which the model is divided; none for a whole model."""
         return self._parts.workers
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the model's gradients so that their L2 norm is at most `max_norm`.
 
-        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` for models of which workers
-        have parts, as experts, shards or stages: by the norm over all. Then it is collective. Call
-        it where the gradients are global, before the optimizer's step.
+        As `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, also for models that are
+        divided over workers (experts, shards, stages): then it uses the norm over all parts, and is
+        collective. Call it when the gradients are global, before the optimizer's step.
 
         Args:
-            max_norm: of all gradients together.
+            max_norm: largest norm of all gradients together.
 
         Returns:
-            The norm before.
+            The norm before clipping.
 
         Example:
             >>> import allstep
@@ -312,15 +311,15 @@ class Exchange(ABC):
         return self._parts.clip_norm_(max_norm)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.unscale_(optimizer)`, after which all workers skip the same steps.
+        """As `scaler.unscale_(optimizer)`, after which all workers skip the same steps.
 
-        Needed before each `scaler.step(optimizer)` where workers have experts or shards of the
-        model: a gradient that overflows on one of them is every worker's. Then it is collective.
-        It also serves workers that had no micro-batch yet, or have no gradient in their parts.
+        Needed before each `scaler.step(optimizer)` if experts or shards of the model are on several
+        workers: a gradient that overflows on one of them concerns all. Then it is collective. It
+        also works on workers that had no micro-batch yet, or have no gradient in their parts.
 
         Args:
-            scaler: that the losses were scaled with.
-            optimizer: of the attached model.
+            scaler: the GradScaler that the losses were scaled with.
+            optimizer: the optimizer of the attached model.
 
         Raises:
             UsageError: if FSDP2 has sharded a model with experts on several workers.
@@ -328,7 +327,7 @@ class Exchange(ABC):
         self._parts.unscale_(scaler, optimizer)
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the model's parameters makes a step, whose rates will be compared."""
+        """Called when an optimizer of the model makes a step; its options will be compared."""
         self.optimizers.add(optimizer)
         self.awaits_update = False
         self._parts.warn_if_changed(optimizer)
@@ -336,7 +335,7 @@ class Exchange(ABC):
             self._sweep.note_update(optimizer, self.num_exchanges)
 
     def has_exchanged_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `p.grad` was exchanged since the optimizer's last step, where it ought to be."""
+        """Whether `p.grad` was exchanged since the optimizer's last step, if it has to be."""
         if self.comm.size == 1 or self.policy.staleness or self.averaging is not None:
             return True
         return self.num_exchanges > 0 and not self._sweep.has_updated(optimizer)
@@ -353,7 +352,7 @@ class Exchange(ABC):
         num_passes: int = 1,
         sum_factor: float = 1.0,
     ) -> Iterator[None]:
-        """Around the backward passes of one global batch, whose losses are weighed by samples.
+        """Encloses the backward passes of one global batch, whose losses are weighed by samples.
 
         The weights of all workers' losses must add up to 1: `p.grad` becomes the gradients' sum.
         What it held before counts once.
@@ -383,15 +382,15 @@ class Exchange(ABC):
         self._parts.note_global()
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Around a global batch of other exchanges: an exchange of this one is refused.
+        """Encloses a global batch of other exchanges, in which this one refuses to exchange.
 
-        It would come after each micro-batch, and workers have different numbers of them.
+        It would exchange after each micro-batch, of which workers have different numbers.
         """
         return self.batch.left_out()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate in `p.grad`; the next one outside sends all."""
+        """Backward passes inside only accumulate in `p.grad`; the next one outside exchanges it."""
         self._num_suspended += 1
         self._num_no_sync += 1
         try:
@@ -400,7 +399,7 @@ class Exchange(ABC):
             self._num_suspended -= 1
 
     def total_weight(self) -> float:
-        """All workers' weights of the global batch, after its exchange; 1 where losses are means.
+        """The global batch's sum of weights, after its exchange; 1 if losses are means.
 
         On CUDA the host waits for it.
         """
@@ -409,7 +408,7 @@ class Exchange(ABC):
         return self.batch.total_weight()
 
     def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
-        """After an exchange; gradients that nobody exchanges are sums already."""
+        """Divides gradients after an exchange, including divided ones, which are sums already."""
         if divisor is not None:
             sharded = self._parameters.fully_sharded
             divide_gradients([*summed, *sharded.values(), *self.divided.values()], divisor)
@@ -442,7 +441,7 @@ class Exchange(ABC):
                 self._backward_pass.request()  # as no exchanged parameter will
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
-        """A backward pass has added to `p.grad`; more may follow in others."""
+        """Called when a backward pass has added to `p.grad`; other passes may add more."""
         self._touched.add(name)
         if not self._num_suspended:
             if self.batch.is_left_out:
@@ -450,7 +449,7 @@ class Exchange(ABC):
             self._backward_pass.request()
 
     def _scale_divided(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
+        """The scaled gradient to add to a divided parameter's; None to add it unchanged."""
         if self._rounder is not None and gradient is not None:
             with self._telling_all():
                 self._rounder.check_call(name)
@@ -460,7 +459,7 @@ class Exchange(ABC):
     def _round_divided(
         self, name: str, p: nn.Parameter, rank: int, gradient: Tensor
     ) -> Tensor | None:
-        """What takes the place of the gradient of a worker's data, with exact sums."""
+        """With exact sums: the rounded gradient that replaces the one from a worker's data."""
         rounded = None
         if self._rounder is not None:
             with self._telling_all():
@@ -480,11 +479,11 @@ class Exchange(ABC):
     def synchronize(self) -> None:
         """Exchanges what is in `p.grad` now. Collective.
 
-        For a worker whose backward pass reached no parameter, or that ran none, while others
+        Call it on a worker whose backward pass reached no parameter, or that ran none, while others
         exchange at the end of theirs.
 
         Raises:
-            DisagreementError: if another worker came for something else.
+            DisagreementError: if another worker calls something else.
             UsageError: after `detach`.
         """
         self._refuse_detached("synchronize")
@@ -519,42 +518,42 @@ class Exchange(ABC):
     # -- what the workers agree on -------------------------------------------------------------
 
     def agree(self, action: str) -> None:
-        """Makes sure that all workers came to do the same, before what sends no bucket. Collective.
+        """Checks that all workers do the same, before anything that sends no bucket. Collective.
 
-        A worker that came for the next step's gradients, say, and this one learn it at once.
+        If another worker exchanges the next step's gradients instead, say, both learn it at once.
 
         Args:
-            action: what this worker wants to do, in words.
+            action: what this worker is about to do, in words.
 
         Raises:
-            DisagreementError: on every worker, if another came for something else.
+            DisagreementError: on every worker, if another does something else.
         """
         if self._is_active and self.is_attached:
             self._agree(action)
 
     def _agree(self, action: str, described: Signature = (), described_digest: int = 0) -> None:
-        """Raises DisagreementError if other workers came for something else. Collective."""
+        """Raises DisagreementError if other workers do something else. Collective."""
         agree(self.comm, action, described, details_digest=described_digest)
 
     def _describe(self) -> str:
-        """What this worker believes it exchanges; compared with the others'."""
+        """What this worker exchanges, in words; compared with the others'."""
         if self.batch.step is not None:
             return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}"
         return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _next_state(self, device: torch.device) -> StatePart | None:
-        """What the exchange that starts compares of the workers' models, if there are several."""
+        """The part of the models' state that this exchange compares, with several workers."""
         if self.comm.size == 1:
             return None
         return self._sweep.next_part(self.num_exchanges, device)
 
     def _fail(self, message: str) -> None:
-        """This worker can't take part; the others learn it at the end of the exchange."""
+        """Records that this worker failed; the others learn it at the end of the exchange."""
         self._failure = self._failure or message
 
     @contextmanager
     def _telling_all(self) -> Iterator[None]:
-        """Around what may be wrong with this worker's gradients, by `_fail`."""
+        """Passes a UsageError inside to `_fail`, so that all workers learn it."""
         try:
             yield
         except UsageError as error:
@@ -571,10 +570,10 @@ class Exchange(ABC):
     # -- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next exchanges depend on, to go in a checkpoint. Collective.
+        """The state that the next exchanges depend on, for a checkpoint. Collective.
 
-        Gradients in flight, what was not sent yet, and how buckets are made. What differs
-        between workers is whole on rank 0 alone, which writes it.
+        Gradients in flight, what was not sent yet, and the buckets' layout. State that differs
+        between workers is complete on rank 0 only, which writes it.
 
         Raises:
             UsageError: after `detach`.
@@ -590,10 +589,10 @@ class Exchange(ABC):
         }
 
     def replicated_state(self) -> dict[str, Any]:
-        """What each worker has of `state_dict` by itself: all that the sums of `exact` depend on.
+        """The part of `state_dict` that every worker has: all that exact sums depend on.
 
-        Not collective, so that it can be had when another worker was lost. `load_state_dict` takes
-        it, on any number of workers.
+        It is not collective, so that it is available when another worker was lost.
+        `load_state_dict` accepts it, on any number of workers.
         """
         return {
             "policy": self.policy.state_dict(),
@@ -604,10 +603,10 @@ class Exchange(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint, the same on all workers, whose number may be another.
+        """Continues from a state, equal on all workers, of which there may be another number now.
 
         Raises:
-            CheckpointError: if it is of an exchange of other parameters, or of another policy.
+            CheckpointError: if it belongs to an exchange of other parameters or another policy.
             UsageError: after `detach`.
         """
         self._refuse_detached("load_state_dict")
@@ -622,8 +621,8 @@ class Exchange(ABC):
     def sync_buffers(self) -> None:
         """Makes batch norm's running statistics the mean over the workers. Collective.
 
-        Other buffers get rank 0's values, as at `attach`: what changes them is not known.
-        With local SGD it ends the round first, so that all workers have one model; call it
+        Other buffers get rank 0's values, as in `attach`: allstep doesn't know what changes them.
+        With local SGD it first ends the round, so that all workers have the same model; call it
         after the optimizer's step.
 
         Raises:
@@ -637,15 +636,15 @@ class Exchange(ABC):
         self._divided.broadcast(buffers_only=True)
 
     def _warn_if_local(self) -> None:
-        """Before values are copied."""
+        """Called before the model's values are copied."""
         self.statistics.warn_if_local(in_training=True)
 
     # -- the model as it changes ---------------------------------------------------------------
 
     def sync_parameters(self) -> None:
-        """Takes up parameters that joined the model, with rank 0's values. Collective.
+        """Adds parameters that joined the model, with rank 0's values. Collective.
 
-        The model's forward does it by itself; it is for parameters that are used without it.
+        The model's forward does this itself; call it for parameters that are used without that.
 
         Raises:
             DisagreementError: if the workers' models differ.
@@ -653,24 +652,24 @@ class Exchange(ABC):
         """
         self._refuse_detached("sync_parameters")
         newly_trained = self._follow_model()
-        if self.batch.step is not None:  # their first gradients are to be summed
+        if self.batch.step is not None:  # their first gradients will be summed
             self._carry_over.carry(newly_trained)
 
     def _follow_changes(self) -> None:
-        """Before what is of the whole model, outside of a step. Collective."""
+        """Called outside of steps, before operations on the whole model. Collective."""
         if self._is_active and self._parameters.has_changed():
             self._follow_model()
 
     def _follow_model(self) -> Iterable[str]:
-        """Takes the model as it is now. Collective. [Note: changes of the model]
+        """Adapts to the model's present parameters. Collective. [Note: changes of the model]
 
-        Nothing else does, for workers must do it together. What joined is noticed before a forward,
-        or by a worker without one when it comes to the exchange; what was frozen or left, at the
-        end of an exchange; both, before a checkpoint or an evaluation. A lone worker whose
-        gradients nobody takes looks before a global batch.
+        Only this method does so, because workers must do it together. Parameters that joined are
+        noticed before a forward, or in the exchange on a worker that runs no forward; those that
+        were frozen or removed, at the end of an exchange; both, before a checkpoint or an
+        evaluation. A single worker whose gradients are not exchanged checks before a global batch.
 
         Returns:
-            The names of parameters that are trained from now on.
+            The names of parameters that are newly trained.
         """
         check_divided(self.model, self.comm, self.policy)
         if not self.is_fully_sharded:
@@ -679,19 +678,19 @@ class Exchange(ABC):
         self._divided.refresh()
         self.statistics.refresh()
         if self._is_active:
-            # What starts to be trained may have been changed, and in a round of local SGD it has.
+            # Newly trained parameters may differ between workers; in a round of local SGD they do.
             new = joined if self._is_in_round else {**joined, **newly_trained}
             described = signature(self._parameters.tensors)
             self._agree("take up new parameters", described, digest((described, len(new))))
             if new:
                 self.comm.broadcast(tuple(x.detach() for x in new.values()), root=0)
             self._hook_parameters()
-            self._touch_all()  # names may have moved; to exchange a gradient again changes nothing
+            self._touch_all()  # names may have moved; exchanging a gradient twice is harmless
         self._hooks.follow_lazy_modules(self._parameters.modules)
         return newly_trained
 
     def _before_lazy_forward(self, module: nn.Module, args: Any) -> None:
-        """A lazy module gets its parameters in its first forward: takes them up right there."""
+        """Adds a lazy module's parameters, which it gets in its first forward."""
         self._before_forward()
         self.statistics.before_forward(module, args)
 
@@ -700,7 +699,7 @@ class Exchange(ABC):
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
-        """Hooks the trained parameters that aren't yet, and unhooks those that left."""
+        """Registers hooks of newly trained parameters, and removes those of others."""
         self._hooks.follow_gradients(self.trained)
         self._signature = signature(dict(self.trained))
         self._digest = digest(self._signature)
@@ -717,7 +716,7 @@ class Exchange(ABC):
 
 
 def exchanges_of(model: nn.Module) -> Iterator[tuple[str, Exchange]]:
-    """Those that the model, or a part of it, is attached with, and the name of that part."""
+    """The exchanges that the model or a module in it is attached to, with that module's name."""
     for name, module in model.named_modules():
         for exchange in owners_of(module._state_dict_pre_hooks, Exchange):  # type: ignore[type-abstract]
             yield name, exchange
