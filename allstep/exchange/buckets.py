@@ -1,4 +1,4 @@
-"""The buckets of a model: which parameter lies where, and how a gradient gets in and out."""
+"""The buckets of a model: their layout, and how gradients are put in and taken out."""
 
 from collections.abc import Collection, Iterator, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ _LARGE = 1 << 14  # elements; below, a call costs more than another pass
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which parameter travels in which bucket, the same on every worker.
+    """The assignment of parameters to buckets, the same on every worker.
 
     Attributes:
-        layouts: of the buckets, in the order in which they are sent. The tail of the first
-            begins with the comparison of the workers and their notes, the tail of the last ends
-            with the failure mark and a flag for each parameter, in the plan's order.
+        layouts: the buckets' layouts, in the order in which they are sent. The first bucket's tail
+            begins with the comparison of the workers and their notes; the last one's ends with the
+            failure mark and a flag for each parameter, in the plan's order.
         size: the number of workers.
     """
 
@@ -46,7 +46,7 @@ class BucketPlan:
     def of(
         cls, buckets: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter], size: int
     ) -> "BucketPlan":
-        """The plan for buckets given by their parameters' names."""
+        """The plan for buckets that are given as lists of parameters' names."""
         num_flags = 1 + sum(map(len, buckets))
         layouts = []
         for index, names in enumerate(buckets):
@@ -60,7 +60,7 @@ class BucketPlan:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """All parameters in the order of their buckets."""
+        """The names of all parameters, in the order of their buckets."""
         return tuple(name for layout in self.layouts for name in layout.names)
 
     @cached_property
@@ -80,17 +80,17 @@ class BucketPlan:
 
     @cached_property
     def digest(self) -> int:
-        """A number that stands for the plan."""
+        """A digest of the plan."""
         return digest([(x.names, x.shapes, str(x.dtype)) for x in self.layouts])
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names, bucket by bucket."""
+        """The parameters' names, bucket by bucket."""
         return [list(layout.names) for layout in self.layouts]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all flat tensors side by side."""
+        """Total size of all flat tensors."""
         return sum(_aligned(layout.num_bytes) for layout in self.layouts)
 
     def flats_in(self, memory: Tensor) -> list[Tensor]:
@@ -107,7 +107,7 @@ class BucketPlan:
         return flats[0][start : start + check_size(self.size)]
 
     def notes(self, flats: Sequence[Tensor]) -> Tensor:
-        """What the workers tell each other, behind their comparison."""
+        """The workers' notes, behind their comparison in the first bucket's tail."""
         start = self.layouts[0].num_elements + check_size(self.size)
         return flats[0][start : start + note_size(self.size)]
 
@@ -117,7 +117,7 @@ class BucketPlan:
 
 
 def has_form_of(view: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient could lie where the view is."""
+    """Whether a gradient is dense, and has the shape and dtype of a view."""
     return (
         gradient.layout is torch.strided
         and gradient.dtype is view.dtype
@@ -141,21 +141,21 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass
 class BucketSet:
-    """The buckets of one exchange: memory for all gradients, and what is known of them.
+    """The buckets of one exchange: memory for all gradients, and their state.
 
     Attributes:
-        plan: which parameter is where.
-        flats: one a bucket: gradients and tail.
-        block: what `flats` lie in, where workers sum them in place.
-        touched: parameters that this worker has a gradient for.
-        parameters: name -> parameter that is to get the sum; the model's names may move meanwhile.
+        plan: the assignment of parameters to buckets.
+        flats: one tensor per bucket, with gradients and tail.
+        block: the shared memory that holds `flats`, if workers sum them in place.
+        touched: names of parameters that this worker has a gradient for.
+        parameters: name -> parameter that gets the sum; the model's names may change meanwhile.
         step: the exchange's number.
-        amp_scale: the GradScaler's scale when the gradients were made.
-        works: of the buckets whose sums have been started.
-        scaled: parameters whose `p.grad` lies in a bucket that is not full yet, already scaled.
-        off_grid: name -> gradients that `flats` are without, for they did not fit. [Note: grid]
-        completed: the parameters whose part off the grid is in the sums by now; None before.
-        divisor: of the sums, as in a checkpoint; None for what the notes say.
+        amp_scale: the GradScaler's scale when the gradients were computed.
+        works: the Works of the buckets whose sums have been started.
+        scaled: names of parameters whose `p.grad` is in an unfinished bucket, already scaled.
+        off_grid: name -> gradients that are not in `flats` because they don't fit. [Note: grid]
+        completed: names of parameters whose off-grid part was added to the sums; None before.
+        divisor: divisor of the sums, from a checkpoint; None to use the notes.
     """
 
     plan: BucketPlan
@@ -180,7 +180,7 @@ class BucketSet:
 
     @cached_property
     def tail(self) -> Tail:
-        """What rides behind the gradients."""
+        """Comparison, notes and failure mark, which are sent behind the gradients."""
         check, notes = self.plan.check(self.flats), self.plan.notes(self.flats)
         return Tail(self.plan.digest, check, notes, self.plan.flags(self.flats)[:1])
 
@@ -191,7 +191,7 @@ class BucketSet:
 
     @cached_property
     def _places(self) -> list[list[tuple[str, Tensor]]]:
-        """Of each bucket, names and views."""
+        """For each bucket the parameters' names and their views."""
         # With versions of their own: what is compared in the buckets changes no gradient.
         return [
             list(zip(layout.names, layout.views(flat.data), strict=True))
@@ -200,13 +200,13 @@ class BucketSet:
 
     @cached_property
     def _all_gradients(self) -> list[Tensor]:
-        """Of each bucket, all of it but the tail."""
+        """For each bucket everything but the tail."""
         layouts = self.plan.layouts
         return [x[: y.num_elements] for x, y in zip(self.flats, layouts, strict=True)]
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """All of them, to be summed."""
+        """All buckets, to be summed."""
         last = len(self.flats) - 1
         return [
             Bucket(layout, flat, index, index == last)
@@ -214,17 +214,17 @@ class BucketSet:
         ]
 
     def recycle(self) -> None:
-        """Makes the memory ready for other gradients."""
+        """Prepares the memory for other gradients."""
         self.touched, self.works, self.divisor = frozenset(), [], None
         self.scaled.clear()
         self.off_grid.clear()
         self.completed = None
 
     def place_large(self, name: str, p: nn.Parameter, scale: float) -> None:
-        """Puts one of the plan's large gradients in place; once scaled, nothing may be added to it.
+        """Copies one of the plan's large gradients to its place; nothing may be added once scaled.
 
-        It is read from the cache as long as it is new, and its memory, freed at once, serves the
-        next one. `fill` puts the others there, many in a call.
+        While it is new it is still in the cache, and its memory, freed at once, serves the next
+        one. `fill` copies the other gradients, many in a call.
         """
         gradient, view = p.grad, self.views[name]
         if gradient is None or gradient.requires_grad:
@@ -234,7 +234,7 @@ class BucketSet:
             p.grad = view
 
     def _copy_large(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Goes through memory once."""
+        """Copies and scales a gradient in a single pass over memory."""
         if scale == 1:
             self.views[name].copy_(gradient)
         else:
@@ -248,15 +248,16 @@ class BucketSet:
         touched: MutableSet[str],
         scale: float,
     ) -> None:
-        """Puts the gradients of a bucket in their places, scaled, to be summed; without grad mode.
+        """Copies the scaled gradients of a bucket to their places; call it in `no_grad` mode.
 
-        What this worker has a new gradient for then lies in the bucket only, and `p.grad` points
-        there. What `p.grad` holds of others is sent, too, but left as it is.
+        A new gradient is then in the bucket only, and `p.grad` is a view of it. For parameters
+        without a new gradient `p.grad` is sent, too, but not changed.
 
         Args:
-            index: of the bucket.
-            parameters: by name.
-            touched: those with a new gradient; loses those that have none after all.
+            index: the bucket's index.
+            parameters: name -> parameter.
+            touched: names of parameters with a new gradient; those that turn out to have none are
+                removed.
             scale: the only factor between a gradient and its share of the sum.
         """
         small_views: list[Tensor] = []
@@ -294,7 +295,7 @@ class BucketSet:
                 unscaled.mul_(scale)
 
     def _unscaled(self, index: int) -> Iterator[Tensor]:
-        """The stretches of a bucket that are not scaled yet."""
+        """The parts of a bucket that are not scaled yet."""
         layout, flat = self.plan.layouts[index], self.flats[index]
         if not self.scaled:
             yield self._all_gradients[index]
@@ -306,7 +307,7 @@ class BucketSet:
                 yield flat[stretch[0][1] : sum(stretch[-1][1:])]
 
     def deliver(self, name: str, p: nn.Parameter) -> None:
-        """Has `p.grad` be the sum."""
+        """Makes `p.grad` the sum."""
         view = self.views[name]
         if p.grad is not None and p.grad.requires_grad:
             p.grad.detach().copy_(view)
@@ -319,7 +320,7 @@ class BucketSet:
             flat[: layout.num_elements].mul_(factor)
 
     def flags_without(self, index: int, touched: Set[str]) -> dict[str, Tensor]:
-        """name -> its flag, for a bucket's parameters without a gradient here."""
+        """name -> flag, for a bucket's parameters without a gradient on this worker."""
         layout = self.plan.layouts[index]
         if touched >= layout.name_set:
             return {}
@@ -328,7 +329,7 @@ class BucketSet:
         return {name: flags[i] for i, name in enumerate(layout.names) if name not in touched}
 
     def write_flags(self, touched: Set[str], failure: str | None = None) -> None:
-        """Tells the others which gradients this worker has, and why it failed if it did."""
+        """Writes in the tail which gradients this worker has, and the failure if there is one."""
         self.touched = frozenset(touched)
         flags = self.plan.flags(self.flats)
         flags.fill_(len(touched) == len(self.plan.names))
@@ -346,13 +347,13 @@ class BucketSet:
         return [name for name, flag in zip(self.plan.names, flags, strict=True) if flag > 0]
 
     def complete(self, comm: Communicator | None) -> tuple[str, ...]:
-        """Adds to the sums what was off the grid. Collective where any worker has such gradients.
+        """Adds gradients off the grid to the sums. Collective if any worker has such gradients.
 
         Args:
-            comm: the workers; None where nothing comes together.
+            comm: the workers; None if nothing is summed over workers.
 
         Returns:
-            The parameters that it is of.
+            The names of the parameters with such gradients.
         """
         if self.completed is not None:
             return self.completed
@@ -372,7 +373,7 @@ class BucketSet:
     def state_dict(
         self, parameters: Mapping[str, nn.Parameter], divisor: Tensor | None = None
     ) -> dict[str, Any]:
-        """Sums that have not been used yet, by the names that `parameters` have by now."""
+        """Sums that have not been used yet, by the present names of `parameters`."""
         summed = {self.parameters[n]: n for n in self.summed_names() if n in self.parameters}
         sums = {n: self.views[summed[p]].clone() for n, p in parameters.items() if p in summed}
         completed = [n for n, p in parameters.items() if summed.get(p) in (self.completed or ())]
@@ -380,7 +381,7 @@ class BucketSet:
         return {**state, "completed": completed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the sums of a checkpoint, under any plan.
+        """Loads the sums of a checkpoint, which may have another plan.
 
         Parameters that were frozen after they were sent are in no bucket, and get no gradient.
         """

@@ -1,4 +1,4 @@
-"""The parameters that only this worker has, as its part of the model changes."""
+"""The parameters of modules that are divided over workers, as the model changes."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,20 +25,19 @@ from allstep.exchange.policy import ExchangePolicy, Synchronous
 
 
 class DividedParameters:
-    """Those of a model's divided modules; no other worker is asked. [Note: divided parameters]
+    """The parameters of a model's divided modules on this worker. [Note: divided parameters]
 
     Args:
         model: the attached model.
-        scaled: what is added to `p.grad` for a gradient, as `AccumulationHook` says, by the
-            parameter's name.
-        rounded: what takes the place of the gradient of one worker's data before, as
-            `DividedModules.register_call_gradient_hook` says.
+        scaled: `(name, gradient) -> gradient` to add to `p.grad`, as in `AccumulationHook`.
+        rounded: replaces the gradient of one worker's data before that, as in
+            `DividedModules.register_call_gradient_hook`.
 
     Attributes:
         by_name: name -> parameter, frozen or not.
         copies: the workers that have the same modules; None if no others have.
-        has_modules: whether there are such modules, with parameters or without: the same on all
-            workers.
+        has_modules: whether the model has divided modules, with parameters on this worker or
+            without; the same on all workers.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class DividedParameters:
         self.refresh()
 
     def follow(self) -> None:
-        """Takes the known modules as they are now; cheap if nothing has changed."""
+        """Adapts to changes of the known modules; cheap if nothing has changed."""
         if self._snapshot.has_changed():
             self.refresh()
 
     def may_have(self, names: Iterable[str]) -> bool:
-        """Whether parameters of these names are of such modules, on any number of workers."""
+        """Whether parameters of these names may be in divided modules, on any number of workers."""
         modules = self._model.named_modules()
         found = (name for name, module in modules if isinstance(module, DividedModules))
         prefixes = prefixes_of(found)
@@ -73,7 +72,7 @@ class DividedParameters:
         self._hooks.clear()
 
     def refresh(self) -> None:
-        """Takes the model as it is now, with modules that have joined it."""
+        """Adapts to the present model, including modules that have joined it."""
         self.detach()
         divided = divided_modules(self._model)
         self.has_modules = bool(divided)
@@ -104,7 +103,7 @@ class DividedParameters:
         return None if self._rounded is None else self._rounded(prefix + name, p, rank, gradient)
 
     def _note(self, name: str, gradient: Tensor | None) -> None:
-        """A gradient is about to be added to `p.grad`."""
+        """Called before a gradient is added to `p.grad`."""
         p, copies = self.by_name[name], self.copies
         if gradient is not None and gradient.layout != torch.strided:
             raise UsageError(sparse_gradient_message(name))
@@ -115,7 +114,7 @@ class DividedParameters:
 
     @torch.no_grad()
     def broadcast(self, *, buffers_only: bool = False) -> None:
-        """Gives all copies the first one's values. Collective."""
+        """Copies the first copy's values to all. Collective."""
         modules = divided_modules(self._model).values()
         tensors = [buffer for module in modules for buffer in module.buffers()]
         if not buffers_only:
@@ -128,13 +127,14 @@ class DividedParameters:
         """Replaces `p.grad` by its sum over the copies. Collective among them.
 
         [Note: copies of divided modules] A copy sees the data of the workers it is divided over. At
-        the end of an exchange a message tells of which parameters any copy has a new gradient, and
-        another adds these up; the others keep `p.grad`. With exact sums a third one adds up what
-        did not fit the grid, if anything did. What `p.grad` held before is divided by the number of
-        copies, so that it counts once.
+        the end of an exchange one message says for which parameters any copy has a new gradient,
+        and a second one sums these gradients; other parameters keep `p.grad`. With exact sums a
+        third one sums what did not fit the grid, if anything did. What `p.grad` held before is
+        divided by the number of copies, so that it counts once.
 
         Args:
-            off_grid: name -> this worker's gradients that did not fit; becomes that of all copies.
+            off_grid: name -> this worker's gradients that did not fit the grid; replaced by the sum
+                over all copies.
 
         Raises:
             UsageError: on all copies, if some have frozen a parameter and others not.
@@ -168,15 +168,15 @@ class DividedParameters:
 
 
 def _keep_part(p: nn.Parameter, num_copies: int) -> None:
-    """What `p.grad` holds is the sum already: leaves this copy's part of it."""
+    """Divides `p.grad`, which holds a sum over the copies, to this copy's part of it."""
     p.grad = torch.zeros_like(p) if p.grad is None else p.grad.detach() / num_copies
 
 
 def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
-    """Checks that what is divided of a model is for these workers and this policy.
+    """Checks that a model's divided modules and shards fit these workers and this policy.
 
-    Shards are exchanged by the workers that have the same ones. Divided modules' gradients are of
-    this step, and of exactly the workers that they are divided over.
+    Shards are exchanged by the workers that have the same ones. Gradients of divided modules must
+    be of the current step, and of exactly the workers that the modules are divided over.
 
     Raises:
         UsageError: names the module or parameter and the cure.
@@ -213,7 +213,7 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
 
 
 def _check_axes(model: nn.Module, comm: Communicator) -> None:
-    """Workers along these axes have other parts of the model; those along others the same."""
+    """Checks that the exchange's workers are along an axis over which the model is not divided."""
     parts: dict[str, tuple[AlongAxis, str, str]] = {}
     for name, shard in shards_of(model).items():
         parts[shard.axis] = shard, f"a shard of `{name}`", "shards"
@@ -230,7 +230,7 @@ def _check_axes(model: nn.Module, comm: Communicator) -> None:
 
 
 def _refuse_shared(model: nn.Module, divided_name: str, divided: nn.Module) -> None:
-    """One copy of a parameter would be exchanged, or none."""
+    """Refuses a parameter that is both in a divided module and elsewhere in the model."""
     inside, own = set(divided.modules()), set(divided.parameters())
     others = ((prefix, module) for prefix, module in model.named_modules() if module not in inside)
     for prefix, module in others:

@@ -1,4 +1,4 @@
-"""Sums of the same bits on any number of workers: what "exact" adds to an exchange. [Note: grid]"""
+"""Sums with the same bits on any number of workers, for the policy "exact". [Note: grid]"""
 
 import warnings
 from collections.abc import Collection, Container, Mapping
@@ -21,14 +21,14 @@ OffGrid = dict[str, ReproducibleSum]  # name -> a worker's gradients that did no
 
 
 class ExactSums:
-    """Rounds a global batch's gradients to a grid; what doesn't fit goes beside it.
+    """Rounds a global batch's gradients to a grid, and keeps those apart that don't fit.
 
     Args:
-        device: where gradients are.
+        device: the gradients' device.
 
     Attributes:
-        grid: what gradients are rounded to.
-        num_completed: exchanges that took a second message, for what didn't fit.
+        grid: the grid that gradients are rounded to.
+        num_completed: number of exchanges with a second message, for gradients that didn't fit.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,19 +50,19 @@ class ExactSums:
                 )
 
     def begin(self, off_grid: OffGrid, num_micro_batches: int, num_passes: int) -> None:
-        """A global batch begins."""
+        """Called when a global batch begins."""
         self.grid.begin(num_micro_batches, num_passes)
         off_grid.clear()
         self._unread.clear()
         self._rounded_calls.clear()
 
     def begin_micro_batch(self, off_grid: OffGrid) -> None:
-        """The backward passes that follow are of another micro-batch."""
+        """Called before the backward passes of each micro-batch."""
         self.settle(off_grid)
         self.grid.begin_micro_batch()
 
     def settle(self, off_grid: OffGrid) -> None:
-        """Adds apart what did not fit so far; on an accelerator the host reads now which it is."""
+        """Adds to `off_grid` what did not fit so far; the host waits for an accelerator here."""
         unread, self._unread = self._unread, {}
         numbers = read_scalars([share for _, share, _ in unread.values()])
         for ((name, _), (gradient, _, unit)), number in zip(unread.items(), numbers, strict=True):
@@ -78,15 +78,15 @@ class ExactSums:
         rank: int = 0,
         view: Tensor | None = None,
     ) -> Tensor:
-        """What is to be added to `p.grad` for a gradient.
+        """The rounded gradient to add to `p.grad`.
 
         Args:
-            off_grid: where it goes if it does not fit.
-            name: of the parameter.
+            off_grid: receives the gradient if it does not fit.
+            name: the parameter's name.
             p: the parameter.
             new: the gradient.
-            rank: as for `Grid.round`.
-            view: where a large gradient is to be in the end, on the CPU.
+            rank: as in `Grid.round`.
+            view: the final place of a large gradient on the CPU, in a bucket.
         """
         rounded = self._round(off_grid, name, p, new, rank, view)
         if rounded is None or rounded is p.grad:
@@ -97,11 +97,11 @@ class ExactSums:
     def add(
         self, off_grid: OffGrid, name: str, p: nn.Parameter, new: Tensor, view: Tensor | None
     ) -> None:
-        """Adds to `p.grad` what a backward pass has made, rounded.
+        """Adds a backward pass's gradient to `p.grad`, rounded.
 
         Args:
-            off_grid, name, p, view: as for `round`.
-            new: the pass's gradient, in nobody's hands.
+            off_grid, name, p, view: as in `round`.
+            new: the pass's gradient, whose memory may be overwritten.
         """
         before = p.grad
         if new.layout != torch.strided:  # which no bucket takes
@@ -144,14 +144,14 @@ class ExactSums:
     def round_call(
         self, off_grid: OffGrid, name: str, p: nn.Parameter, rank: int, new: Tensor
     ) -> Tensor | None:
-        """What takes the place of the gradient of one worker's data in a call of a divided module.
+        """The rounded gradient of one worker's data, from a call of a divided module.
 
         Args:
-            off_grid, name, p, new: as for `round`.
-            rank: of the worker that the data is of.
+            off_grid, name, p, new: as in `round`.
+            rank: rank of the worker whose data it is.
 
         Raises:
-            UsageError: if a part of the gradient was taken off before.
+            UsageError: if a part of the gradient was removed before.
         """
         if not will_accumulate(p):
             return None
@@ -164,16 +164,16 @@ class ExactSums:
         return self.round(off_grid, name, p, new, rank) if new.layout == torch.strided else None
 
     def take_call(self, name: str) -> bool:
-        """Whether `round_call` has seen what is about to be added to `p.grad`; forgets it."""
+        """Whether `round_call` has rounded what is about to be added to `p.grad`; resets it."""
         has_seen = name in self._rounded_calls
         self._rounded_calls.discard(name)
         return has_seen
 
     def check_call(self, name: str) -> None:
-        """A gradient is about to be added to `p.grad` of a divided parameter.
+        """Called before a gradient is added to `p.grad` of a divided parameter.
 
         Raises:
-            UsageError: if `round_call` has not seen it.
+            UsageError: if `round_call` has not rounded it.
         """
         if not self.take_call(name):
             raise UsageError(
@@ -183,7 +183,7 @@ class ExactSums:
             )
 
     def _round_unread(self, off_grid: OffGrid, name: str, new: Tensor, rank: int) -> Tensor | None:
-        """Keeps the gradient until `settle`, one of each parameter and micro-batch at most."""
+        """Keeps the gradient until `settle`, at most one for each parameter and micro-batch."""
         if (name, rank) in self._unread:
             self.settle(off_grid)
         found = self.grid.round_unread(name, new.detach(), rank)
@@ -196,7 +196,7 @@ class ExactSums:
     def _round_in_place(
         self, view: Tensor, name: str, p: nn.Parameter, gradient: Tensor
     ) -> Tensor | None:
-        """Rounds a large gradient where it is to be, for new memory costs more than rounding."""
+        """Rounds a large gradient into its final place: new memory costs more than rounding."""
         held = p.grad
         if not has_form_of(view, gradient):
             return self.grid.round(name, gradient)
@@ -210,7 +210,7 @@ class ExactSums:
     def _complete_divided(
         self, off_grid: OffGrid, divided: Mapping[str, nn.Parameter]
     ) -> Collection[str]:
-        """Adds what was off the grid where all of it is here; returns the parameters' names."""
+        """Adds what was off the grid of divided parameters to `p.grad`; returns their names."""
         self.settle(off_grid)
         found = {n: off_grid.pop(n) for n in divided if n in off_grid}
         for name, apart in found.items():
@@ -227,14 +227,14 @@ class ExactSums:
         divided: Mapping[str, nn.Parameter],
         num_exchanges: int,
     ) -> None:
-        """After an exchange: the next units follow its sums.
+        """Adapts the grid's units to the sums of an exchange.
 
         Args:
-            off_grid: what is left of parameters that only this worker has.
-            completed: parameters whose sums took a second message.
-            summed: name -> parameter whose sum all workers have, complete.
-            divided: name -> parameter that only this worker has, whose sum is completed here.
-            num_exchanges: so far.
+            off_grid: gradients off the grid that are left, of divided parameters.
+            completed: names of the parameters whose sums took a second message.
+            summed: name -> parameter with a complete sum on all workers.
+            divided: name -> divided parameter, whose sum is completed here.
+            num_exchanges: number of exchanges so far.
         """
         self.num_completed += bool(completed)
         left = {*completed, *self._complete_divided(off_grid, divided)}
@@ -244,16 +244,16 @@ class ExactSums:
         self.grid.look_at(totals, left)
 
     def state_dict(self) -> dict[str, Any]:
-        """The grid, and the threads that a worker's products depend on."""
+        """The grid, and the number of threads, on which a worker's products depend."""
         return {"grid": self.grid.state_dict(), "num_threads": self._num_threads}
 
     def gather_state(self, divided: DividedParameters, comm: Communicator) -> dict[str, Any]:
-        """The same with what others know of parameters that only they have, on rank 0.
+        """The `state_dict`, on rank 0 including other workers' divided parameters.
 
-        Collective if there are modules that are divided over the workers.
+        Collective if modules are divided over the workers.
 
         Args:
-            divided: the parameters that only this worker has.
+            divided: this worker's divided parameters.
             comm: the workers.
         """
         state = self.state_dict()
@@ -266,11 +266,11 @@ class ExactSums:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], names: Container[str]) -> None:
-        """Goes on from `state_dict`, or from the state of an exchange without exact sums.
+        """Continues from `state_dict`, or from the state of an exchange without exact sums.
 
         Args:
-            state: of all workers' parameters.
-            names: of the parameters that this worker has.
+            state: the state for all workers' parameters.
+            names: names of the parameters that this worker has.
         """
         self._warn_of_other_threads(state.get("num_threads"))
         if state.get("grid"):
@@ -280,7 +280,7 @@ class ExactSums:
 
     @property
     def _num_threads(self) -> int | None:
-        """What the bits of a worker's own products depend on; None on an accelerator."""
+        """The number of threads, which products' last bits depend on; None on an accelerator."""
         return None if is_accelerator(self._device) else torch.get_num_threads()
 
     def _warn_of_other_threads(self, saved: int | None) -> None:
@@ -295,7 +295,7 @@ class ExactSums:
 
 
 def _add_apart(off_grid: OffGrid, name: str, gradient: Tensor) -> None:
-    """A gradient that did not fit."""
+    """Adds a gradient that did not fit to `off_grid`."""
     if name not in off_grid:
         off_grid[name] = ReproducibleSum(gradient)
     off_grid[name].add(gradient)

@@ -1,4 +1,4 @@
-"""The global batch that is being run: how its gradients add up to one, over all workers."""
+"""The current global batch, and the factors with which its gradients are summed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from allstep.exchange.weighing import Weighing, divide_gradients
 
 
 class BatchSum:
-    """What gradients are multiplied by before their sum over the workers, and that divided by.
+    """The factor of gradients before their sum over the workers, and the divisor of the sum.
 
     grad = sum_r scale * grad_r / divisor
 
@@ -29,13 +29,13 @@ class BatchSum:
 
     Args:
         comm: the workers.
-        reduction: of gradients outside of a global batch, "mean" or "sum".
-        stragglers: told the workers' times, which come with their weights.
+        reduction: "mean" or "sum", of gradients outside of a global batch.
+        stragglers: receives the workers' times, which are sent with their weights.
 
     Attributes:
-        step: the number of the global batch that is being run, if one is.
-        weighing: of this worker's losses.
-        is_left_out: whether a global batch of other models is being run.
+        step: number of the current global batch; None outside of one.
+        weighing: the weights of this worker's losses.
+        is_left_out: whether a global batch of other models is running.
     """
 
     def __init__(self, comm: Communicator, reduction: str, stragglers: Stragglers) -> None:
@@ -47,17 +47,17 @@ class BatchSum:
         self.is_left_out = False
 
     def begin(self, step: int, samples: str, sum_factor: float) -> None:
-        """A global batch begins; see `Exchange.global_batch`."""
+        """Begins a global batch; see `Exchange.global_batch`."""
         self.step, self._samples = step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
 
     def end(self) -> None:
-        """It has ended, maybe with an exception."""
+        """Ends the global batch, also after an exception."""
         self.step, self.weighing = None, Weighing.of_means()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Around one of other models; see `Exchange.left_out`."""
+        """Encloses a global batch of other models; see `Exchange.left_out`."""
         self.is_left_out = True
         try:
             yield
@@ -65,7 +65,7 @@ class BatchSum:
             self.is_left_out = False
 
     def refuse_left_out(self, name: str, model: nn.Module) -> NoReturn:
-        """For a parameter of a model that gets a gradient there."""
+        """Raises because a parameter gets a gradient in another models' global batch."""
         raise UsageError(
             f"`{name}` of the {type(model).__name__} got a gradient in the loop over a global"
             " batch, and `steps` was not given the exchange of this model, which is attached, too:"
@@ -74,7 +74,7 @@ class BatchSum:
         )
 
     def in_words(self) -> str:
-        """Which one it is, to be compared with the other workers'."""
+        """The global batch in words, for a comparison of the workers."""
         return f"global batch {self.step}" + (f" ({self._samples})" if self._samples else "")
 
     @property
@@ -87,26 +87,26 @@ class BatchSum:
         return 1.0 if is_weighed else 1 / self._comm.size
 
     def total_weight(self) -> float:
-        """All workers' weights, after the exchange; 1 where losses are means."""
+        """Sum of all workers' weights, after the exchange; 1 if losses are means."""
         return 1.0 if self._total_weight is None else float(self._total_weight)
 
     def divisor(self, total: Tensor | None, weighing: Weighing) -> Tensor | None:
-        """Of an exchange's sums, whose losses have these weights; None for means."""
+        """The divisor of an exchange's sums, for losses with these weights; None for means."""
         self._total_weight = total
         return None if total is None else total * weighing.factor
 
     def note(self) -> bytes:
-        """What this worker tells the others where no gradients carry it; the same size on all."""
+        """This worker's weights and times as a message of fixed size, if no bucket carries them."""
         return note_of(self.weighing, self._stragglers.own_times)
 
     def divisor_told(self, told: Sequence[bytes]) -> Tensor | None:
-        """Of the global batch's sums; None for means.
+        """The divisor of the global batch's sums; None for means.
 
         Args:
             told: each worker's `note`.
 
         Raises:
-            UsageError: where some weighed sums and others means; on all workers alike.
+            UsageError: on all workers, if some gave weighted sums and others means.
         """
         if self.step is None:
             return None
@@ -116,7 +116,7 @@ class BatchSum:
         return self.divisor(total_weight(notes, self.weighing), self.weighing)
 
     def take_own_for_all(self, parameters: Iterable[nn.Parameter], num_workers: int) -> None:
-        """Makes `p.grad` the sum as if so many workers had this one's gradient."""
+        """Makes `p.grad` the sum over `num_workers` workers with this worker's gradient."""
         if self.weighing.has_sums:
             total = self.weighing.total() * num_workers
             self._total_weight = torch.tensor(total, dtype=torch.float64)

@@ -36,9 +36,9 @@ class Unit:
     """How the rows of one gradient are rounded.
 
     Attributes:
-        shift: 1.5 * 2^(digits - 1) units, [rows, 1]; to add and subtract it rounds.
-        limit: of a row's largest magnitude, [rows].
-        smallest: the share of its limit that some row must reach.
+        shift: 1.5 * 2^(digits - 1) units, [rows, 1]; adding and subtracting it rounds.
+        limit: largest magnitude allowed in a row, [rows].
+        smallest: the share of its limit that at least one row must reach.
     """
 
     shift: Tensor
@@ -46,7 +46,7 @@ class Unit:
     smallest: float
 
     def is_good(self, share: float) -> bool:
-        """Whether a gradient fits whose largest element takes this share of its limit."""
+        """Whether a gradient fits if its largest element has this share of its limit."""
         return share == 0 or self.smallest <= share <= 1
 
     @cached_property
@@ -55,15 +55,15 @@ class Unit:
         return self.limit.numel(), self.shift.data_ptr(), self.limit.data_ptr(), self.smallest
 
     def share_of(self, rows: Tensor, index: slice = slice(None)) -> float:
-        """How much of their limits the largest elements of some rows take; NaN where there is one.
+        """The largest share that an element of some rows has of its row's limit; NaN if one is NaN.
 
-        On the CPU one kernel looks at all rows together: where these stay below the least limit,
-        the share of the largest one is enough to know, which is less. Shares are float64, as those
-        of `rounding.c`.
+        On the CPU one kernel handles all rows together: if their elements stay below the smallest
+        limit, a smaller bound, the share of the largest limit, suffices. Shares are float64, as in
+        `rounding.c`.
 
         Args:
-            rows: [n, width].
-            index: which rows they are.
+            rows: the rows, [n, width].
+            index: the rows' indices.
         """
         least, most = self._limits
         if most > _EVEN * least:
@@ -77,7 +77,7 @@ class Unit:
 
     @cached_property
     def _limits(self) -> tuple[float, float]:
-        """The least and the largest of the rows' limits."""
+        """The smallest and the largest of the rows' limits."""
         return self.limit.amin().item(), self.limit.amax().item()
 
 
@@ -95,29 +95,29 @@ class Grid:
 
         L = M T / sqrt(K)        T: largest magnitude of the row's earlier sums,  M: a margin
 
-    since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at
-    in every 16th exchange, of the first 64 in every fourth, in the first 16, and after a step
-    in which something left the grid. It falls by a tenth at most then, by half if the sums are
-    16 times smaller, or all the way if they are 4,096 times smaller; until then a sudden fall
-    costs digits. Where something left it does not fall, and is an eighth of the parameter's
-    largest at least: rows of an embedding are quiet until their word comes. (In a small
-    language model something left in 45 % of steps otherwise, for 1 %.) In a training of
-    `digits`, whose gradients fall to a thousandth and vary by as much, a sum's largest element
-    has 14 digits, 9 in the worst of a hundred.
+    since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is measured in
+    each of the first 16 exchanges, in every fourth of the first 64, in every 16th later, and after
+    a step in which something left the grid. It then decreases by a tenth at most, by half if the
+    sums are 16 times smaller, or all the way if they are 4,096 times smaller; until then a sudden
+    decrease of the gradients costs digits. For a parameter that left the grid it does not decrease,
+    and is at least an eighth of the parameter's largest: rows of an embedding have no gradient
+    until their word occurs. (Without this rule something left the grid in 45 % of a small language
+    model's steps, with it in 1 %.) In a training of `digits`, whose gradients fall to a thousandth
+    and vary by as much, a sum's largest element has 14 digits, 9 in the worst of a hundred.
 
-    A gradient that does not fit is too large, or so small that its largest element would be left
-    with no digit; or nothing is known yet; or it has 16 bits. It is
+    A gradient does not fit if it is too large, if it is so small that its largest element would
+    have no digit left, if nothing is known of its parameter yet, or if its dtype has 16 bits. It is
     added to a `comm.reproducible.ReproducibleSum` instead. The flags behind the gradients tell all
     workers of it, and the sums of such parameters are completed in a second exchange. Whether a
-    gradient fits depends on it alone, so the result is the same bits still. NaN and infinity don't
-    fit, and arrive.
+    gradient fits depends only on itself, so the result still has the same bits. NaN and infinity
+    don't fit, and arrive this way.
 
     On an accelerator the host would wait for each of these decisions. There the device makes them,
-    and puts zeros in place of what does not fit; the host reads all of them together, once a
-    micro-batch, and then adds those gradients apart, which it has kept until then.
+    and writes zeros in place of what does not fit; the host reads all decisions together, once a
+    micro-batch, and then adds those gradients to the separate sums, having kept them until then.
 
     Args:
-        compiled: what rounds instead of torch's kernels, with the same bits; see `compiled.py`.
+        compiled: rounds in place of torch's kernels, with the same bits; see `compiled.py`.
     """
 
     def __init__(self, compiled: CompiledRounding | None = None) -> None:
@@ -131,12 +131,12 @@ class Grid:
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def begin(self, num_micro_batches: int, num_terms_each: int = 1) -> None:
-        """A global batch begins.
+        """Begins a global batch.
 
         Args:
-            num_micro_batches: of all workers together.
-            num_terms_each: the most gradients that one of them adds to a parameter's; further ones
-                leave the grid.
+            num_micro_batches: micro-batches of all workers together.
+            num_terms_each: the most gradients that one micro-batch adds to a parameter's; further
+                ones leave the grid.
         """
         num_terms = num_micro_batches * num_terms_each
         self._num_terms_each = num_terms_each
@@ -145,7 +145,7 @@ class Grid:
             self._units.clear()
 
     def begin_micro_batch(self) -> None:
-        """The gradients that follow are of another micro-batch."""
+        """Called before the gradients of each micro-batch."""
         self._num_added.clear()
 
     def round(
@@ -160,14 +160,14 @@ class Grid:
         """The gradient on the grid, or None if it does not fit.
 
         Args:
-            name: of the parameter.
-            gradient: of one micro-batch, weighed; dense and real.
-            out: where to put it, of the same shape; None for new memory.
-            adds: whether to add it to what `out` holds, which stays as it is if it does not fit.
-            rank: of the worker whose micro-batch it is, where several workers' come here.
+            name: the parameter's name.
+            gradient: one micro-batch's weighted gradient; dense and real.
+            out: memory for the result, of the same shape; None for new memory.
+            adds: whether to add to what `out` holds; it is unchanged if the gradient doesn't fit.
+            rank: rank of the micro-batch's worker, if gradients of several workers come here.
 
         Returns:
-            `out`, or what was made.
+            `out`, or the new tensor.
         """
         unit = self._unit_of(name, gradient, rank)
         if unit is None or not gradient.numel():
@@ -193,17 +193,17 @@ class Grid:
     def round_unread(
         self, name: str, gradient: Tensor, rank: int = 0
     ) -> tuple[Tensor, Tensor, Unit] | None:
-        """The gradient on the grid, or zeros if it does not fit, which the host doesn't wait for.
+        """The gradient on the grid, or zeros if it does not fit, without waiting for the device.
 
         Args:
-            name: of the parameter.
-            gradient: as for `round`.
-            rank: as for `round`.
+            name: the parameter's name.
+            gradient: as in `round`.
+            rank: as in `round`.
 
         Returns:
-            The gradient; how much of its limits its largest elements take, a scalar that only the
-            device knows yet; and the unit that says whether this is good. None if nothing is known
-            of the parameter, so that it does not fit.
+            The gradient; the largest share of its limits, a scalar on the device; and the unit,
+            which decides whether this share fits. None if nothing is known of the parameter, so
+            that the gradient does not fit.
         """
         unit = self._unit_of(name, gradient, rank)
         if unit is None or not gradient.numel():
@@ -217,7 +217,7 @@ class Grid:
         return _from_rows(rounded, gradient.shape, order), share, unit
 
     def _unit_of(self, name: str, gradient: Tensor, rank: int) -> Unit | None:
-        """How to round another gradient of the micro-batch; None if nothing is known."""
+        """The unit for another gradient of the micro-batch; None if nothing is known."""
         num_added = self._num_added[name, rank] = self._num_added.get((name, rank), 0) + 1
         if num_added > self._num_terms_each:
             return None
@@ -233,7 +233,7 @@ class Grid:
         return unit
 
     def _round(self, x: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
-        """Rounds what lies in memory as its rows do, and says whether it fits."""
+        """Rounds a tensor whose memory is in the order of its rows; returns whether it fits."""
         compiled = self._compiled
         if compiled is not None and compiled.takes(x, out):
             return unit.is_good(compiled.round(x, out, unit.in_memory, adds))
@@ -241,7 +241,7 @@ class Grid:
         return self._round_by_torch(x.view(num_rows, -1), unit, out.view(num_rows, -1), adds=adds)
 
     def _round_by_torch(self, rows: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
-        """The same for [rows, n], in parts that stay in the cache."""
+        """As `_round` for [rows, n], by torch's kernels, in parts that fit the cache."""
         largest = 0.0
         for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
             share = unit.share_of(piece, index)
@@ -257,7 +257,7 @@ class Grid:
         return unit.is_good(largest)
 
     def _scratch_for(self, piece: Tensor) -> Tensor:
-        """Memory for a part of a gradient, that stays in the cache."""
+        """Memory for a part of a gradient that fits the cache."""
         key = piece.dtype, piece.device
         memory = self._scratch.get(key)
         if memory is None or memory.numel() < piece.numel():
@@ -268,19 +268,19 @@ class Grid:
     def names_to_look_at(
         self, num_exchanges: int, summed: Iterable[str], off_grid: Collection[str]
     ) -> list[str]:
-        """The parameters whose global gradients are to be given to `look_at`.
+        """The parameters whose global gradients `look_at` needs after this exchange.
 
         Args:
-            num_exchanges: so far.
-            summed: that have a global gradient.
-            off_grid: those of which a part did not fit.
+            num_exchanges: number of exchanges so far.
+            summed: names of the parameters with a global gradient.
+            off_grid: names of those of which a part did not fit.
         """
         every = _LOOK_EVERY_EARLY if num_exchanges < _NUM_EARLY else _LOOK_EVERY
         always = num_exchanges < LOOK_ALWAYS or num_exchanges % every == 0
         return [name for name in summed if always or name in off_grid]
 
     def look_at(self, totals: Mapping[str, Tensor], off_grid: Collection[str] = ()) -> None:
-        """Lets the units follow global gradients; on an accelerator the host waits once.
+        """Adapts the units to global gradients; on an accelerator the host waits once.
 
         Args:
             totals: name -> global gradient, the same on all workers.
