@@ -1,7 +1,7 @@
-"""What the hooks of torch's DistributedDataParallel and of FSDP2 have in common.
+"""The common base of the hooks of torch's DistributedDataParallel and of FSDP2.
 
-Both get flat gradients and give back what `p.grad` shall hold. They are clients of `Reducer` and
-`InFlight`, as `attach` is.
+Both get flat gradients and return what `p.grad` is to hold. They use `Reducer` and `InFlight`, as
+`attach` does.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 
 
 class CommHook:
-    """What is summed of whom, and the gradients under way, by the name of what they are of.
+    """Sums flat gradients over the workers, and holds those in flight by name.
 
     Args:
         policy: how to exchange.
@@ -41,7 +41,7 @@ class CommHook:
         return 0 if self._reducer is None else self._reducer.sent_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
+        """The state that the next sums depend on, such as this worker's residuals."""
         if self._reducer is None:
             return dict(self._loaded)
         for steps in self._in_flight.values():
@@ -54,7 +54,7 @@ class CommHook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
+        """Continues from the `state_dict` of a worker of the same rank. Collective."""
         self._loaded = state
         if self._reducer is not None:
             self._load(self._reducer)
@@ -69,7 +69,7 @@ class CommHook:
                 self._steps_of(name).push(_copy(step, reducer.comm.device), ())
 
     def _meet(self, comm: Communicator) -> Reducer:
-        """The reducer, made for these workers."""
+        """Makes the reducer for these workers."""
         if comm.size > 1:
             check_same_policy(comm, self._policy.in_words)
         self._reducer = reducer = Reducer(comm, self._policy)
@@ -81,12 +81,12 @@ class CommHook:
         return self._in_flight.setdefault(name, InFlight(self._policy.staleness))
 
     def _scale(self, comm: Communicator) -> float:
-        """What gradients are multiplied by before they are summed."""
+        """The factor of gradients before they are summed."""
         return 1.0 if self._policy.reduction == "sum" else 1 / comm.size
 
 
 def check_policy(policy: ExchangePolicy | None) -> ExchangePolicy:
-    """A policy that a hook can follow."""
+    """Checks that a hook can follow a policy; returns it."""
     policy = Synchronous() if policy is None else policy
     check_type("policy", policy, ExchangePolicy, '`allstep.Synchronous(compression="int8")`, say')
     if isinstance(policy, LocalSGD):
@@ -103,7 +103,7 @@ def check_policy(policy: ExchangePolicy | None) -> ExchangePolicy:
 
 
 def after_engine(function: Any) -> None:
-    """Calls a function at the end of the backward pass, after what the engine has queued."""
+    """Calls a function at the end of the backward pass, after the callbacks queued so far."""
     engine = Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
 

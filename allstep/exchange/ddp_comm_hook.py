@@ -1,4 +1,4 @@
-"""Wire formats and staleness for those who train with torch's DistributedDataParallel."""
+"""Wire formats and staleness for torch's DistributedDataParallel."""
 
 import weakref
 from collections.abc import Iterator
@@ -35,18 +35,18 @@ _STATIC_GRAPH = (
 def ddp_hook(
     policy: Synchronous | Stale | None = None, comm: Communicator | None = None
 ) -> "DDPCommHook":
-    """A communication hook that exchanges DDP's buckets as a policy says.
+    """A communication hook that exchanges DDP's buckets by a policy.
 
     Args:
-        policy: its compression, staleness, reduction and algorithm are used; buckets are DDP's.
-        comm: the workers of DDP's process group; None for those that it has.
+        policy: its compression, staleness, reduction and algorithm are used; the buckets are DDP's.
+        comm: the workers of DDP's process group; None to take that group.
 
     Returns:
-        What `DistributedDataParallel.register_comm_hook` takes.
+        The hook, for `DistributedDataParallel.register_comm_hook`.
 
     Raises:
-        UsageError: if `policy` is local SGD, or an argument of a wrong type; in a backward pass,
-            if `comm` is of other workers than DDP's, if a gradient is sparse, for a second DDP
+        UsageError: if `policy` is local SGD, or if an argument is of a wrong type; in a backward
+            pass, if `comm` has other workers than DDP, if a gradient is sparse, for a second DDP
             model, or with staleness in `join()`.
 
     Example:
@@ -67,8 +67,8 @@ class DDPCommHook(CommHook):
     """Exchanges DDP's buckets; made by `ddp_hook`, one for each DDP model.
 
     With staleness the first steps leave `p.grad` None, so that an optimizer does nothing in
-    them; call `flush` after the last. A GradScaler, which must unscale a gradient with the scale
-    that it was made under, goes with staleness only in `allstep.attach`.
+    them; call `flush` after the last. A GradScaler must unscale a gradient with the scale under
+    which it was computed; with staleness, only `allstep.attach` supports it.
 
     Args:
         policy: how to exchange.
@@ -90,11 +90,11 @@ class DDPCommHook(CommHook):
         self._names: dict[Tensor, str] = {}
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls when a bucket's gradients are ready.
+        """Called by DDP when a bucket's gradients are ready.
 
         Args:
-            state: the model, whose parameters' names messages then have; anything else is fine.
-            bucket: DDP's.
+            state: the model, so that messages can name its parameters; anything else is accepted.
+            bucket: DDP's bucket.
         """
         flat = bucket.buffer()
         self._check_ddp(bucket.parameters())
@@ -127,10 +127,10 @@ class DDPCommHook(CommHook):
         return future
 
     def flush(self) -> Iterator[None]:
-        """Leaves what is under way in `p.grad`, one step's gradients after the other's.
+        """Puts gradients that are in flight in `p.grad`, one step's after the other.
 
-        Make an update for each. Nothing is under way without staleness, nor known of it between
-        `load_state_dict` and the next backward pass.
+        Make an update for each. There are none without staleness, nor between `load_state_dict` and
+        the next backward pass.
         """
         steps = self._steps_of("")
         while steps:
@@ -140,7 +140,7 @@ class DDPCommHook(CommHook):
             yield
 
     def _check_ddp(self, parameters: list[Tensor]) -> None:
-        """Whether DDP does what can be exchanged; asked at each bucket, before it is."""
+        """Raises if DDP is used in a way that can't be exchanged; called for each bucket."""
         if self._reducer is None:
             self._take_ddp(find_ddp(parameters, hook=self))
         elif self._ddp is not None and (self._ddp() is None or parameters[0] not in self._of_ddp):
@@ -161,7 +161,7 @@ class DDPCommHook(CommHook):
             self._finds_unused = ddp.find_unused_parameters
 
     def _take_next_ddp(self, ddp: DistributedDataParallel | None) -> None:
-        """Names and steps are of one model; another DDP may be made of it when it has grown."""
+        """Follows a new DDP wrapper of the same model, made when the model has grown."""
         if ddp is not None and self._ddp is not None and self._ddp() is not None:
             raise UsageError(
                 f"`allstep.ddp_hook` is called for a second model ({type(ddp.module).__name__}),"
@@ -194,7 +194,7 @@ class DDPCommHook(CommHook):
             self._names |= {p: name for name, p in model.named_parameters()}
 
     def _end_prompt_step(self) -> None:
-        """Waits for the sums, and gives the gradient to what DDP believes unused, too."""
+        """Waits for the sums, and sets the gradients of parameters that DDP takes as unused."""
         waiting, self._waiting = self._waiting, []
         if not is_in_backward():
             return  # a worker without batches, whose zeros join the others' gradients
@@ -206,7 +206,7 @@ class DDPCommHook(CommHook):
     def _set_sums(
         self, sums: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]]
     ) -> None:
-        """DDP leaves alone what no worker has used, of which something was sent now."""
+        """Sets `p.grad` to the sums, also where DDP won't, as no worker has used a parameter."""
         for layout, flat, _ in sums:
             for name, view in zip(layout.names, layout.views(flat), strict=True):
                 p = self._parameters[name]
@@ -216,7 +216,7 @@ class DDPCommHook(CommHook):
                     p.grad = view.clone()
 
     def _end_step(self) -> None:
-        """Gives DDP the gradients of an earlier step, or has `p.grad` be None."""
+        """Passes the gradients of an earlier step to DDP, or makes `p.grad` None."""
         steps = self._steps_of("")
         step, unused = self._step, set[str]()
         *works, last = self._works
@@ -235,11 +235,12 @@ class DDPCommHook(CommHook):
         after_engine(partial(self._set_gradients, due, unused))
 
     def _set_gradients(self, due: Gradients, unused: set[str]) -> None:
-        """What a step has used is not what the step that is due had used.
+        """Sets `p.grad` of parameters that only one of two steps has used: this and the due one.
 
         Args:
-            due: its gradients; none in the first steps.
-            unused: gets what no worker has used in this step, of which DDP leaves `p.grad` None.
+            due: gradients of the step that is due; none in the first steps.
+            unused: receives the parameters that no worker has used in this step, for which DDP
+                leaves `p.grad` None.
         """
         for name in self._exchanged:
             p = self._parameters[name]
@@ -254,7 +255,7 @@ class DDPCommHook(CommHook):
 
 
 def _check_group(comm: Communicator, group: dist.ProcessGroup) -> None:
-    """Checks that these are DDP's workers. Collective."""
+    """Checks that `comm` has DDP's workers. Collective."""
     ranks = comm.all_gather_object(dist.get_rank())
     of_ddp = dist.get_process_group_ranks(group)
     if sorted(ranks) != sorted(of_ddp):
@@ -265,9 +266,9 @@ def _check_group(comm: Communicator, group: dist.ProcessGroup) -> None:
 
 
 def _drop_unused(step: Gradients, unused: set[str]) -> None:
-    """Once a step's sums are made: what no worker has used has no gradient, as without staleness.
+    """Drops the gradients of parameters that no worker has used, once a step's sums are made.
 
-    Unless something of its earlier gradients was sent along.
+    As without staleness, they have no gradient, unless residuals of earlier gradients were sent.
     """
     for name in unused:
         if not step[name].any():

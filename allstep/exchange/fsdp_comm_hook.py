@@ -25,21 +25,21 @@ def fsdp_hook(
     """Exchanges the gradients of a sharded model with its replicas. Collective.
 
     FSDP2 shards inside a node, over the fast link, and reduces the gradients there; between
-    nodes the hook exchanges them with those who hold the same shard. Parameters and buffers get
-    the values of the first replica.
+    nodes the hook exchanges them with the workers that hold the same shard. Parameters and buffers
+    get the values of the first replica.
 
     Args:
-        model: sharded by `fully_shard` only over the "shard" dimension of a mesh, with its
-            modules, as FSDP2 is used.
+        model: sharded by `fully_shard`, its modules included, only over the "shard" dimension of a
+            mesh.
         comm: the workers with the same shard: `allstep.init(process_group=mesh["replicate"])`.
         policy: its compression, staleness, reduction and algorithm are used.
 
     Returns:
-        The hook, which is registered.
+        The hook, already registered.
 
     Raises:
-        UsageError: if `model` isn't sharded, or not all that is trained of it, if `policy` is local
-            SGD, if an argument is of a wrong type, or if the compression needs matrices.
+        UsageError: if `model` isn't sharded, or some trained parameters aren't, if `policy` is
+            local SGD, if an argument is of a wrong type, or if the compression needs matrices.
         DisagreementError: if workers have different policies or shards.
 
     Example:
@@ -73,7 +73,7 @@ def fsdp_hook(
 
 
 class FSDPCommHook(CommHook):
-    """Exchanges what FSDP2 has reduced over its shards; made by `fsdp_hook`.
+    """Exchanges the gradients that FSDP2 has reduced over its shards; made by `fsdp_hook`.
 
     With staleness the first steps leave `p.grad` None, and the gradients of the last steps are
     not used.
@@ -99,15 +99,15 @@ class FSDPCommHook(CommHook):
 
     @torch.no_grad()
     def reduce_(self, name: str, flat: Tensor) -> None:
-        """What FSDP2 calls when a module's gradients have been reduced over its shards.
+        """Called by FSDP2 when a module's gradients have been reduced over its shards.
 
         Args:
-            name: of the module.
-            flat: the gradients of this worker's shard; becomes their sum over the replicas.
+            name: the module's name.
+            flat: the gradients of this worker's shard; replaced by their sum over the replicas.
 
         Raises:
-            UsageError: if other parameters than before have a gradient, with staleness or a format
-                that keeps what it has not sent.
+            UsageError: with staleness or error feedback, if other parameters than before have a
+                gradient.
         """
         if self._same is not None:
             self._same.begin(name, flat)
@@ -145,5 +145,5 @@ class FSDPCommHook(CommHook):
 
 
 def _layout(name: str, flat: Tensor) -> BucketLayout:
-    """One vector: where parameters lie in a shard is FSDP2's affair."""
+    """The layout of a shard as one vector; only FSDP2 knows the parameters' places in it."""
     return BucketLayout((name,), (tuple(flat.shape),), ((1,),), flat.dtype, flat.device)

@@ -1,4 +1,4 @@
-"""How gradients are exchanged, and what the exchange has cost so far."""
+"""Policies of exchanging gradients, and statistics of an exchange."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,24 +14,22 @@ from allstep.exchange.wires import WireFormat, make_wire
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePolicy(ABC):
-    """How workers exchange: a `Synchronous`, a `Stale` or a `LocalSGD` policy.
-
-    These have the options of the transport in common.
+    """The base of the policies `Synchronous`, `Stale` and `LocalSGD`, with their common options.
 
     Args:
         reduction: "mean" makes `p.grad` the mean of the workers' gradients, "sum" their sum.
-        compression: what travels: "fp32" (gradients in their own dtype), "bf16", "fp16", "int8",
-            "powersgd", "topk", "exact", or a format such as `PowerSGD(rank=2)`.
-        algorithm: how sums are taken: "native" (torch's), "ring", "halving_doubling",
+        compression: the format in which gradients are sent: "fp32" (their own dtype), "bf16",
+            "fp16", "int8", "powersgd", "topk", "exact", or an object such as `PowerSGD(rank=2)`.
+        algorithm: the all-reduce algorithm: "native" (torch's), "ring", "halving_doubling",
             "recursive_doubling", "hierarchical", "two_dimensional", "shared_memory", "dummy",
-            "auto" (the fastest as measured at `attach`), what makes one of a communicator (only
-            for gradients), or None for what suits the machines.
-        bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
-            still makes others; "auto" measures the first steps and chooses; None for 8 MiB, and
-            32 MiB where fp32 is summed in shared memory.
+            "auto" (the fastest as measured at `attach`), a function that makes one for a
+            communicator (only used for gradients), or None for a default that suits the machines.
+        bucket_bytes: approximate size of the buckets in which gradients are sent while the backward
+            pass computes others; "auto" measures the first steps and chooses; None for 8 MiB, or
+            32 MiB if fp32 is summed in shared memory.
         overlap: False sends everything at the end of the backward pass.
-        first_timeout_s: how long the first exchange may take, if the communicator's timeout is
-            longer; a mistake shows there first.
+        first_timeout_s: timeout of the first exchange, in which most mistakes show, if it is
+            shorter than the communicator's.
 
     Raises:
         UsageError: if an argument is unknown or out of range.
@@ -59,16 +57,16 @@ class ExchangePolicy(ABC):
     @property
     @abstractmethod
     def staleness(self) -> int:
-        """The age in steps of the mean in `p.grad`."""
+        """The age of the mean in `p.grad`, in steps."""
 
     @property
     def wire_format(self) -> WireFormat:
-        """The format that `compression` means."""
+        """The wire format for `compression`."""
         return make_wire(self.compression)
 
     @property
     def in_words(self) -> dict[str, str]:
-        """The type and each field, in words that are the same in every process.
+        """The type and each field as text, the same in every process.
 
         >>> Synchronous(compression="int8").in_words["compression"]
         'Int8(block=256, error_feedback=True)'
@@ -79,7 +77,7 @@ class ExchangePolicy(ABC):
         return {"policy": type(self).__name__, **words}
 
     def state_dict(self) -> dict[str, str]:
-        """What gradients in flight, and those not sent yet, depend on."""
+        """The options that gradients in flight, and those not sent yet, depend on."""
         words = self.in_words
         return {
             "compression": words["compression"],
@@ -88,10 +86,10 @@ class ExchangePolicy(ABC):
         }
 
     def check_state_dict(self, saved: Mapping[str, str]) -> None:
-        """Checks that an exchange can go on where `saved` was taken.
+        """Checks that an exchange can continue from a state with the policy `saved`.
 
         Raises:
-            CheckpointError: if another policy made those gradients.
+            CheckpointError: if its gradients can't be used with this policy.
         """
         for name, value in self.state_dict().items():
             if saved.get(name) != value:
@@ -108,8 +106,8 @@ class Synchronous(ExchangePolicy):
     """`p.grad` is the mean of this step's gradients.
 
     Args:
-        plain: one native all-reduce a tensor at the end of the backward pass; the specification
-            of every other policy. It takes neither `compression` nor `algorithm`.
+        plain: make one native all-reduce per tensor at the end of the backward pass; this is the
+            reference for every other policy. It takes neither `compression` nor `algorithm`.
 
     Raises:
         UsageError: if an argument is unknown or out of range.
@@ -127,19 +125,19 @@ class Synchronous(ExchangePolicy):
 
     @property
     def staleness(self) -> int:
-        """None: workers wait for the mean."""
+        """0: workers wait for the mean."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stale(ExchangePolicy):
-    """`p.grad` is the mean of some steps ago, so that an exchange may take whole steps.
+    """`p.grad` is the mean from some steps ago, so that an exchange may take whole steps.
 
-    The first steps make no update. A layer that is frozen, or leaves the model, gets no gradient
-    that was made before, also if it is trained again later. [Note: stale timeline]
+    The first steps make no update. A layer that is frozen, or removed from the model, never gets
+    gradients from before that, even if it is trained again later. [Note: stale timeline]
 
     Args:
-        steps: the age of the mean, 1 or more; 1 is double buffering.
+        steps: age of the mean in steps, 1 or more; 1 is double buffering.
 
     Raises:
         UsageError: if an argument is unknown or out of range.
@@ -162,17 +160,17 @@ class Stale(ExchangePolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(ExchangePolicy):
-    """Workers train on their own and take the mean of their parameters now and then.
+    """Workers train independently, and average their parameters every few global batches.
 
     Needs `attach(…, optimizer=…)`. Parameters are averaged in full precision.
 
     Args:
-        sync_every: global batches between two means of the parameters, 1 or more.
-        local_after_step: global batches before the first local one, whose gradients are exchanged
-            (post-local SGD); `compression` is for these.
-        outer_optimizer: how a round's mean is used, such as DiLoCo's `Nesterov()`; None takes it
-            as it is.
-        average_optimizer_state: whether the optimizer's moments become their mean, too.
+        sync_every: global batches between two averages of the parameters, 1 or more.
+        local_after_step: number of first global batches whose gradients are exchanged (post-local
+            SGD); `compression` applies to these.
+        outer_optimizer: optimizer that is applied to a round's mean, such as DiLoCo's `Nesterov()`;
+            None to take the mean itself.
+        average_optimizer_state: whether the optimizer's moments are averaged, too.
 
     Raises:
         UsageError: if an argument is unknown or out of range.
@@ -201,7 +199,7 @@ class LocalSGD(ExchangePolicy):
 
     @property
     def staleness(self) -> int:
-        """None: what is exchanged is awaited."""
+        """0: workers wait for the mean."""
         return 0
 
 
@@ -212,12 +210,12 @@ def make_policy(
     average_optimizer_state: bool = False,
     **transport: Any,
 ) -> ExchangePolicy:
-    """The policy that numbers mean, such as those of flags.
+    """The policy for a set of numbers, such as command-line flags.
 
     Args:
-        staleness: the `steps` of `Stale`; 0 for another policy.
-        sync_every: that of `LocalSGD`; None for another policy.
-        average_optimizer_state: that of `LocalSGD`, if that is chosen.
+        staleness: `steps` of `Stale`; 0 for another policy.
+        sync_every: `sync_every` of `LocalSGD`; None for another policy.
+        average_optimizer_state: as in `LocalSGD`; ignored by other policies.
         transport: the options of `ExchangePolicy`.
 
     Returns:
@@ -243,7 +241,7 @@ def make_policy(
 
 
 def _in_words(value: object) -> str:
-    """Its repr, unless that tells where it lies in memory."""
+    """The value's repr, or its qualified name if the repr would contain a memory address."""
     if not callable(value) and type(value).__repr__ is not object.__repr__:
         return repr(value)
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -252,16 +250,16 @@ def _in_words(value: object) -> str:
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """What an exchange has done since `attach`; seconds are the host's.
+    """Statistics of an exchange since `attach`; seconds are measured on the host.
 
     Attributes:
-        num_exchanges: exchanges of gradients.
-        sent_bytes: bytes that this worker sent; with the native algorithm, which doesn't tell,
-            those of a ring: 2 (size - 1) / size of the payload.
+        num_exchanges: number of exchanges of gradients.
+        sent_bytes: bytes that this worker sent; for the native algorithm, which doesn't report
+            them, those of a ring: 2 (size - 1) / size of the payload.
         collective_s: seconds in collectives, encoding and decoding.
-        exposed_s: seconds of those in which the worker did nothing else.
-        num_completed: exchanges of exact sums that took a second message, since some gradient did
-            not fit its grid.
+        exposed_s: seconds among these in which the worker did nothing else.
+        num_completed: exchanges of exact sums with a second message, because some gradient did not
+            fit its grid.
     """
 
     num_exchanges: int = 0
