@@ -1,4 +1,4 @@
-"""Hooks that stay with the model they were registered on."""
+"""Hooks that copies of the model don't inherit."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def is_in_backward() -> bool:
 
 
 class Removable(Protocol):
-    """What registering a hook returns."""
+    """A handle that removes a hook."""
 
     def remove(self) -> None: ...
 
@@ -29,13 +29,12 @@ class Removable(Protocol):
 class Hook:
     """A hook on a module or parameter, which a copy of the model does not inherit.
 
-    `copy.deepcopy` and `pickle` take a module's hooks along, and with a bound method all that
-    it refers to: here the exchange, its communicator and the original model. `ModuleHook` keeps
-    a hook out of its module's copies; elsewhere what is copied of it is a function that does
-    nothing.
+    `copy.deepcopy` and `pickle` copy a module's hooks, and with a bound method everything that it
+    refers to: here the exchange, its communicator and the original model. `ModuleHook` leaves a
+    hook out of its module's copies; elsewhere a function that does nothing is copied in its place.
 
     Args:
-        owner: who registered it.
+        owner: the object that registered it.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -47,7 +46,7 @@ class Hook:
         return self._owner
 
     def __call__(self, *args: Any) -> Any:
-        """Does nothing: a mark that the owner was here."""
+        """Does nothing; the hook only marks that its owner was registered."""
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _copied_hook, ()
@@ -65,12 +64,12 @@ class FunctionHook(Hook):
 
 
 class WeakHook(Hook):
-    """A hook that calls a function with its owner and `first_args`; it does not keep the owner.
+    """A hook that calls a function with its owner and `first_args`; refers to the owner weakly.
 
-    [Note: hooks and the collector] torch does not show Python's garbage collector a parameter's
-    hooks for accumulated gradients. One that refers to its exchange, and so to the model, would
-    keep both for ever. The hooks of the model's modules, which the collector sees, keep the
-    exchange as long as the model lives.
+    [Note: hooks and the collector] Python's garbage collector does not see a parameter's hooks for
+    accumulated gradients. If one referred to its exchange, and so to the model, neither would ever
+    be freed. The hooks of the model's modules, which the collector sees, keep the exchange alive
+    as long as the model.
     """
 
     def __init__(self, owner: object, function: Callable[..., Any], *first_args: Any) -> None:
@@ -94,18 +93,18 @@ class WeakHook(Hook):
 
 
 class ModuleHook:
-    """A hook that a copy of the module, pickled or not, is without.
+    """A hook that is left out of copies of the module, pickled or not.
 
-    [Note: what is copied of a module] Pickle asks an object for its `__getstate__`, and takes one
-    that is in its `__dict__` for its class's own; so does `copy`. The one that is put there, as
-    long as hooks are, leaves them out, and itself; before, it calls those on a state dict, for a
-    copy has the same values. A module may hold handles of its own hooks, as lazy ones do; a handle
-    refers to the dict that the hook is in, and gets the one that is copied.
+    [Note: what is copied of a module] `pickle` and `copy` call an object's `__getstate__`, also one
+    in its `__dict__`. As long as there are such hooks, the module has one there that leaves out the
+    hooks and itself; before, it calls the hooks on a state dict, because a copy has the same
+    values. A module may hold handles of its own hooks, as lazy ones do; a handle refers to the dict
+    of the hook, which is replaced by the copied dict.
 
     Args:
-        module: that is hooked.
-        register: the bound method of the module that registers it.
-        hook: what to call.
+        module: the module.
+        register: the module's bound method that registers the hook.
+        hook: the function to call.
     """
 
     def __init__(self, module: nn.Module, register: Callable[..., Any], hook: Hook) -> None:
@@ -147,7 +146,7 @@ def _hooks_of(attributes: dict[str, Any]) -> dict[str, dict[int, Any]]:
 
 
 def _without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module, without our hooks, and its own holds of hooks to match."""
+    """A module's attributes without our hooks; handles of its own hooks refer to the new dicts."""
     hooked = {
         name: hooks
         for name, hooks in _hooks_of(attributes).items()
@@ -166,7 +165,7 @@ def _without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(value: Any, instead: dict[int, dict[int, Any]]) -> Any:
-    """An attribute in which handles of these dicts of hooks are of those that take their place."""
+    """An attribute's value, with handles of replaced dicts of hooks changed to the new dicts."""
     leaves = pytree.tree_leaves(value)
     if not any(
         isinstance(x, RemovableHandle) and id(x.hooks_dict_ref()) in instead for x in leaves
@@ -185,12 +184,12 @@ def _held(value: Any, instead: dict[int, dict[int, Any]]) -> Any:
 class AccumulationHook:
     """A hook on a gradient that is about to be added to `p.grad`.
 
-    Unlike a hook on the parameter it leaves `torch.autograd.grad` alone, which adds to nothing.
+    Unlike a hook on the parameter it is not called by `torch.autograd.grad`, which adds to nothing.
 
     Args:
         p: the parameter.
-        function: given the gradient, or None where autograd knows that it is zero; what it
-            returns is added instead, unless it is None.
+        function: takes the gradient, or None if autograd knows that it is zero; its result is added
+            instead, unless it is None.
     """
 
     def __init__(self, p: nn.Parameter, function: Callable[[Tensor | None], Tensor | None]) -> None:
@@ -207,12 +206,12 @@ class AccumulationHook:
 
 
 def has_one_hook(p: nn.Parameter) -> bool:
-    """Whether nobody else has a hook on what was added to `p.grad`."""
+    """Whether `p` has no other post-accumulate hook."""
     return len(p._post_accumulate_grad_hooks) == 1
 
 
 def will_accumulate(p: nn.Parameter) -> bool:
-    """Whether the backward pass that is running adds to `p.grad`, for hooks before it does."""
+    """Whether the running backward pass will add to `p.grad`; for hooks that run before it does."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
     except RuntimeError:  # it is `torch.autograd.grad` of the parameter
@@ -224,7 +223,7 @@ def _copied_hook() -> Callable[..., None]:
 
 
 def nothing(*_: Any) -> None:
-    """What is left of a hook in a copy, or where one can't be removed."""
+    """Does nothing; replaces a hook in a copy, or one that can't be removed."""
 
 
 def owners_of(hooks: dict[int, Any] | None, kind: type[T]) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""Steps whose gradients are under way, the oldest first."""
+"""Steps whose gradients are in flight, the oldest first."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +12,26 @@ T = TypeVar("T")
 
 
 class InFlight(Generic[T]):
-    """A queue of steps, each with the works that make its gradients the workers' sums.
+    """A queue of steps, each with the Works that sum its gradients over the workers.
 
     [Note: stale timeline] With staleness k the exchange that step t starts ends in step t + k:
 
         step t:  p.grad = sum of the gradients of step t - k        for t >= k
                  p.grad = None                                      for t < k
 
-    on top of what `p.grad` held before; see `carry_over.CarryOver`.
-    A step without `p.grad` makes no update, so that no decay, moment or step count moves; T
-    steps make T - k updates, and flushing the queue the k others. Staleness 0 is the exchange
-    that a step waits for. What is frozen meanwhile, or leaves the model, gets no gradient that was
-    made before.
+    in addition to what `p.grad` held before; see `carry_over.CarryOver`.
+    A step without `p.grad` makes no update: decay, moments and step counts don't change. T steps
+    make T - k updates, and flushing the queue makes the other k. With staleness 0 each step waits
+    for its own exchange. A parameter that is frozen, or removed from the model, gets no gradient
+    from before that.
 
     Args:
         staleness: steps between the start of an exchange and the use of its gradients.
-        wait: waits for a work of a step.
+        wait: waits for a Work of a step.
 
     Attributes:
-        exposed_s: seconds for which steps had to be waited for, all together.
-        last_wait_s: those of the last one.
+        exposed_s: seconds spent waiting for steps, in total.
+        last_wait_s: seconds spent waiting for the last step.
 
     >>> steps = InFlight[str](staleness=1)
     >>> steps.push("first", [])
@@ -57,15 +57,15 @@ class InFlight(Generic[T]):
         return (step for step, _ in self._steps)
 
     def push(self, step: T, works: Sequence[Work[Any]]) -> None:
-        """Adds the newest step, all of whose works have been started."""
+        """Adds the newest step, whose Works have all been started."""
         self._steps.append((step, works))
 
     def pop_due(self) -> T | None:
-        """The step whose gradients are to be used now; None in the first steps."""
+        """Removes and returns the step whose gradients are due; None in the first steps."""
         return self.pop() if len(self._steps) > self._staleness else None
 
     def pop(self) -> T:
-        """The oldest step, once its works have ended; raises what they raised."""
+        """Removes and returns the oldest step, once its Works have ended; raises their errors."""
         step, works = self._steps.popleft()
         start_s = perf_counter()
         for index, work in enumerate(works):
@@ -76,11 +76,11 @@ class InFlight(Generic[T]):
         return step
 
     def wait(self) -> None:
-        """Waits for the works of all steps, which stay in the queue."""
+        """Waits for the Works of all steps, which stay in the queue."""
         for _, works in self._steps:
             for work in works:
                 work.wait()
 
     def clear(self) -> None:
-        """Forgets all steps."""
+        """Drops all steps."""
         self._steps.clear()

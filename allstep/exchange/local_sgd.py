@@ -1,4 +1,4 @@
-"""Local SGD: workers train alone for some steps, then take the mean of their parameters."""
+"""Local SGD: workers train independently for some steps, then average their parameters."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,26 +23,26 @@ class ParameterAveraging:
     with H = `sync_every` and a = `local_after_step` of the policy.
 
     [Note: rounds] Batches are counted, not the optimizer's steps: a GradScaler may skip a step
-    on one worker alone, and workers that count differently would wait for each other. An
+    on a single worker, and workers that count differently would wait for each other. An
     attached exchange counts with `count_batch` at the end of each synchronising backward pass.
-    The average is taken right after the optimizer's step; a worker that has skipped it joins
-    the others at its next forward, before the model is used again. Where nobody calls
-    `count_batch`, each step of the optimizer counts as a batch, and before `local_after_step`
-    parameters are averaged after each.
+    The average is taken right after the optimizer's step; a worker that has skipped the step takes
+    it at its next forward, before the model is used again. If `count_batch` is never called, each
+    step of the optimizer counts as a batch, and before `local_after_step` parameters are averaged
+    after each.
 
-    Batch norm's running statistics are the exchange's. Between averages workers have different
-    models: call `flush` on all before one of them saves or evaluates its own.
+    The exchange handles batch norm's running statistics. Between averages workers have different
+    models: call `flush` on all workers before one of them saves or evaluates its own.
 
     Args:
         model: the same on every worker.
         comm: the workers.
-        optimizer: of the model's parameters; no other may update them.
-        policy: how often, and how the mean is used.
-        algorithm: how sums are taken, as a function of their bytes, if not as in the policy.
+        optimizer: the optimizer of the model's parameters; no other may update them.
+        policy: how often parameters are averaged, and how the mean is used.
+        algorithm: number of bytes -> all-reduce algorithm, if not the policy's.
 
     Attributes:
-        num_batches: counted so far.
-        algorithm_for: tells how tensors of so many bytes are summed.
+        num_batches: number of batches counted so far.
+        algorithm_for: number of bytes -> all-reduce algorithm.
 
     Example:
         >>> import torch, allstep
@@ -91,7 +91,7 @@ class ParameterAveraging:
         ]
 
     def is_local(self, step: int) -> bool:
-        """Whether the gradients of a global batch stay with their worker.
+        """Whether the gradients of a global batch are not exchanged.
 
         Args:
             step: the batch's number, from 0.
@@ -99,7 +99,7 @@ class ParameterAveraging:
         return step >= self._policy.local_after_step
 
     def count_batch(self, *, was_exchanged: bool) -> None:
-        """A global batch's gradients are complete; its update may follow. Collective at times.
+        """Counts a global batch whose gradients are complete. Collective if a round has ended.
 
         Args:
             was_exchanged: whether `p.grad` is the mean over the workers, so that their
@@ -118,12 +118,12 @@ class ParameterAveraging:
         return self._num_averaged == self.num_batches
 
     def flush(self) -> None:
-        """Ends the round now: all workers have the same parameters. Collective."""
+        """Ends the round now, so that all workers have the same parameters. Collective."""
         if not self.is_synchronized:
             self._average()
 
     def warn_if_local(self) -> None:
-        """Warns once if parameters are used amid a round, when each worker has its own."""
+        """Warns once if parameters are used during a round, in which each worker has its own."""
         if self._has_warned or self._comm.size == 1 or self.is_synchronized:
             return
         self._has_warned = True
@@ -141,7 +141,7 @@ class ParameterAveraging:
         self._hooks.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rounds stand, the same on every worker after `flush`."""
+        """The state of the rounds, the same on every worker after `flush`."""
         return {
             "num_batches": self.num_batches,
             "num_averaged": self._num_averaged,
@@ -150,10 +150,10 @@ class ParameterAveraging:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Continues from what `state_dict` returned.
 
         Raises:
-            CheckpointError: if it is of another model.
+            CheckpointError: if it was saved for another model.
         """
         parameters = self._parameters()
         for name, tensor in {**state["anchors"], **state["momenta"]}.items():
@@ -193,13 +193,13 @@ class ParameterAveraging:
         self._once_trained |= self._in_round
 
     def _end_round(self) -> None:
-        """All workers have the same parameters."""
+        """Begins a new round: all workers have the same parameters."""
         self._num_averaged = self.num_batches
         self._in_round.clear()
         self._moved.clear()
 
     def average_if_due(self) -> None:
-        """Ends a round whose last batch was counted, if nobody has. Collective at times."""
+        """Averages parameters if the round's last batch was counted. Collective if it was."""
         num_local = self.num_batches - self._policy.local_after_step
         is_round_over = num_local <= 0 or num_local % self._policy.sync_every == 0
         if not self.is_synchronized and is_round_over:
@@ -224,7 +224,7 @@ class ParameterAveraging:
         self._end_round()
 
     def _average_moments(self, parameters: Mapping[str, Tensor]) -> None:
-        """The optimizer's tensors that are shaped like a parameter, if every worker has them."""
+        """Averages the optimizer's tensors with a parameter's shape, if every worker has them."""
         moments = {
             f"{name} {key}": value
             for name, p in parameters.items()
@@ -238,7 +238,7 @@ class ParameterAveraging:
             shared[name].copy_(mean)
 
     def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Means over the workers, in at least float32, of tensors that are sent as one."""
+        """Means of tensors over the workers, in at least float32, sent as a single tensor."""
         means = {name: _at_least_float32(tensor) for name, tensor in tensors.items()}
         kinds = dict.fromkeys((mean.dtype, mean.device) for mean in means.values())
         for kind in kinds:
@@ -251,7 +251,7 @@ class ParameterAveraging:
         return means
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, or was in this round; other frozen ones are everyone's anyway."""
+        """Parameters trained in this round; other frozen ones are equal on all workers."""
         return {
             name: p
             for name, p in self._model.named_parameters()
@@ -259,7 +259,7 @@ class ParameterAveraging:
         }
 
     def _frozen(self) -> dict[str, nn.Parameter]:
-        """What was trained in an earlier round alone."""
+        """Parameters that were trained in earlier rounds, but not in this one."""
         names = self._once_trained - self._in_round
         if not names:  # as nearly always
             return {}
@@ -267,7 +267,7 @@ class ParameterAveraging:
         return {name: p for name, p in parameters if name in names and not p.requires_grad}
 
     def _moved_anywhere(self) -> dict[str, nn.Parameter]:
-        """Frozen parameters that an optimizer has moved, as torch's do where `p.grad` is left."""
+        """Frozen parameters that an optimizer has changed, as torch's do if `p.grad` is left."""
         frozen = self._frozen()
         if not frozen:
             return {}
@@ -276,7 +276,7 @@ class ParameterAveraging:
 
     @torch.no_grad()
     def _set_anchors(self) -> None:
-        """Remembers where a round begins."""
+        """Saves the parameters at a round's beginning."""
         if self._outer_optimizer is None:
             return
         for name, p in self._parameters().items():
@@ -286,6 +286,6 @@ class ParameterAveraging:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """The values in the usual memory order; maybe the tensor itself."""
+    """The values as a contiguous tensor of at least float32; possibly the tensor itself."""
     tensor = tensor.detach()
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()

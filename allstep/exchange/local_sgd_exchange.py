@@ -1,4 +1,4 @@
-"""Local SGD as an exchange: gradients stay with their worker, parameters are averaged."""
+"""Local SGD as an exchange: parameters are averaged instead of gradients."""
 
 from collections.abc import Mapping
 from typing import Any

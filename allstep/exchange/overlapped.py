@@ -1,4 +1,4 @@
-"""The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
+"""The exchange in buckets, overlapped with the backward pass, and late by `staleness` steps."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -29,17 +29,17 @@ _NO_CONTEXT = nullcontext()
 
 
 class OverlappedExchange(Exchange):
-    """Sends gradients in buckets while the backward pass still makes others.
+    """Sends gradients in buckets while the backward pass computes others.
 
     A bucket is sent once all its gradients are ready and the bucket before it has been sent, so
     that the order is the same on every worker. The first backward pass records in which order
     gradients become ready; rank 0's order makes the buckets of all later ones.
 
-    With staleness sums are used steps after they were started; see [Note: stale timeline]. A
-    gradient is applied with the learning rate of the step that made it, so that T gradients meet
+    With staleness sums are used some steps after they were started; see [Note: stale timeline]. A
+    gradient is applied with the learning rate of the step that computed it, so that T gradients use
     the schedule's T values once each. A GradScaler's scale may change meanwhile: the sum is
-    multiplied by the present scale over the one that it was made under, and an infinite one lets
-    the scaler skip that one only.
+    multiplied by the present scale over that of its step, and an infinite sum makes the scaler skip
+    only that update.
 
     Args:
         model: the same on every worker.
@@ -92,11 +92,11 @@ class OverlappedExchange(Exchange):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The parameters that travel together, in the order in which they are sent."""
+        """The names of each bucket's parameters, in the order in which buckets are sent."""
         return self._plan.buckets
 
     def unsent(self) -> dict[str, Tensor]:
-        """name -> what a lossy format has not sent of this worker's gradients, flat."""
+        """name -> the flat residual of this worker's gradients that a lossy format has not sent."""
         self._wait_for_all()
         return self._reducer.unsent()
 
@@ -179,9 +179,9 @@ class OverlappedExchange(Exchange):
     # -- the backward pass ---------------------------------------------------------------------
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
-        """A gradient is ready: counts it, and sends the buckets that are full.
+        """Called when a gradient is ready: counts it, and sends the buckets that are full.
 
-        Called for each parameter, it does as little as it can.
+        It is called for each parameter, so it does as little as possible.
         """
         super()._on_gradient(name, p)
         if name in self._set_aside and name in self._plan.large:
@@ -205,7 +205,7 @@ class OverlappedExchange(Exchange):
                     self._send_full()
 
     def _take_again(self, name: str) -> None:
-        """A second gradient of a parameter in one pass; too late where the first is on its way."""
+        """Handles a second gradient of a parameter in one pass; fails if the first was sent."""
         buckets = self._buckets
         if self._plan.bucket_of[name] >= len(buckets.works) and name not in buckets.scaled:
             self._bucketing.note_second_gradient()
@@ -228,7 +228,7 @@ class OverlappedExchange(Exchange):
         self._missing = []
 
     def _forget_aborted_pass(self) -> None:
-        """One that ended with an exception; what it has sent cannot be taken back."""
+        """Resets after a pass that ended with an exception, whose messages can't be undone."""
         if self._buckets.works:
             self._stop_all(
                 "An earlier backward pass ended with an exception after some of its gradients had"
@@ -239,7 +239,7 @@ class OverlappedExchange(Exchange):
         self._missing = []
 
     def _refuse_scaled(self) -> None:
-        """What a pass that ended with an exception has scaled already may not be added to."""
+        """Refuses to add to gradients that a pass with an exception has scaled already."""
         scaled, trained = self._buckets.scaled, self.trained
         if any(trained[name].grad is self._buckets.views[name] for name in scaled & trained.keys()):
             self._fail(
@@ -283,7 +283,7 @@ class OverlappedExchange(Exchange):
         buckets.works.append(work)
 
     def _fill(self, index: int) -> None:
-        """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
+        """Copies a bucket's gradients to it; errors are reported to all workers at the end."""
         try:  # what `_telling_all` does, without a generator in each bucket
             if self._set_aside:
                 self._end_rounding(self._plan.layouts[index].names)
