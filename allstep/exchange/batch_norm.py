@@ -30,25 +30,25 @@ class RunningStatistics:
         R' = (1 - m) R + m sum_k w_k s_k        w_k = samples_k / samples of the global batch
 
     This is linear, so each worker r keeps a part, B_r, and the parts are summed only when
-    someone looks (`Exchange.sync_buffers`): with share_k = size * w_k, and sums over the
+    they are needed (`Exchange.sync_buffers`): with share_k = size * w_k, and sums over the
     worker's own micro-batches,
 
         B_r' = (1 - m) B_r + m sum_k share_k s_k        R = sum_r B_r / size
 
-    The buffers of the module hold B_r / V_r, where V_r is what the same rule makes of the
-    statistics 1, and R = sum_r B_r / sum_r V_r. V_r is 1 for a worker with an average share,
-    and sum_r V_r = size where every micro-batch calls the module. So the buffers are sensible
-    running statistics at all times, a worker without a micro-batch leaves them alone, and in a
-    net that calls a module for some micro-batches only, the others have no say.
+    The buffers of the module hold B_r / V_r, where V_r is the result of the same rule for
+    statistics that are all 1, and R = sum_r B_r / sum_r V_r. V_r is 1 for a worker with an average
+    share, and sum_r V_r = size if every micro-batch calls the module. So the buffers are sensible
+    running statistics at all times, a worker without a micro-batch doesn't change them, and if only
+    some micro-batches call a module, the others don't count.
 
-    A module called several times in a micro-batch counts with the mean over its calls.
-    Modules in eval mode are left alone. `num_batches_tracked` counts steps.
+    If a micro-batch calls a module several times, the mean over the calls counts.
+    Modules in eval mode are not changed. `num_batches_tracked` counts steps.
 
-    With one equal micro-batch per worker and step, torch's own update is this rule already;
-    there `step` and `micro_batch` may be left out.
+    With one equal micro-batch per worker and step, torch's own update already is this rule; then
+    `step` and `micro_batch` may be omitted.
 
     With exact sums the statistics of each step are summed over the workers at its end, so that
-    every worker has R at all times: the same bits on any number of them.
+    every worker has R at all times: the same bits on any number of workers.
 
     Args:
         parameters: the model.
@@ -75,19 +75,19 @@ class RunningStatistics:
 
     @property
     def has_modules(self) -> bool:
-        """Whether there is anything to keep."""
+        """Whether the model has modules with running statistics."""
         return bool(self._tracked)
 
     def leave_out_nonfinite(self) -> None:
-        """From now on a micro-batch whose statistics hold NaN or infinity has no say.
+        """From now on ignores the statistics of micro-batches that hold NaN or infinity.
 
-        It is as if it had not called the module; for a training that goes on after such a step. To
-        look makes the host wait for a GPU.
+        Such a micro-batch counts as if it had not called the module, for a training that continues
+        after such a step. The check makes the host wait for a GPU.
         """
         self._leaves_out_nonfinite = True
 
     def refresh(self) -> None:
-        """Takes up modules that joined the model and drops those that left."""
+        """Adds modules that joined the model and drops those that were removed."""
         known = {tracked.module: tracked for tracked in self._tracked}
         modules = [module for module in self._parameters.modules if is_tracked(module)]
         self._tracked = tuple(
@@ -109,10 +109,10 @@ class RunningStatistics:
 
     @contextmanager
     def step(self, total: Callable[[], float] | None = None) -> Iterator[None]:
-        """Around the micro-batches of one optimizer step; at its end the buffers take it in.
+        """Encloses the micro-batches of one optimizer step; at its end the buffers are updated.
 
         Args:
-            total: asked at the end for the sum of all workers' weights; 1 if None.
+            total: returns, at the end, the sum of all workers' weights; 1 if None.
         """
         for tracked in self._tracked:
             tracked.start_step()
@@ -135,11 +135,11 @@ class RunningStatistics:
         self._take_in()
 
     def micro_batch(self, weight: float | Callable[[], float]) -> AbstractContextManager[None]:
-        """Around the forward (and backward) of one micro-batch.
+        """Encloses the forward (and backward) of one micro-batch.
 
         Args:
-            weight: samples of the micro-batch / samples of the global batch; or what tells its
-                weight when it ends, of the total that `step` is given.
+            weight: samples of the micro-batch / samples of the global batch; or a function that
+                returns the weight when it ends, as a part of `step`'s total.
 
         Raises:
             UsageError: outside of `step`.
@@ -149,13 +149,13 @@ class RunningStatistics:
         return _MicroBatch(self, weight, 1.0 if self._is_exact else self._comm.size)
 
     def enter(self) -> None:
-        """A micro-batch begins."""
+        """Begins a micro-batch."""
         self._is_active = True
         for tracked in self._tracked:
             tracked.enter()
 
     def leave(self, share: float | None) -> None:
-        """A micro-batch ends; without a share if it failed."""
+        """Ends a micro-batch; without a share if it failed."""
         self._is_active = False
         moved = [t.module for t in self._tracked if t.is_active and t.module.momentum != 1]
         for tracked in self._tracked:
@@ -172,7 +172,7 @@ class RunningStatistics:
             self._add_micro_batch(share)
 
     def sync(self) -> None:
-        """Makes the buffers the same on all workers: R; others rank 0's. Collective."""
+        """Makes the buffers R on all workers, and other modules' buffers rank 0's. Collective."""
         if self._tracked:
             if self._comm.size > 1 and not self._is_exact:
                 self._sum_parts()
@@ -183,9 +183,9 @@ class RunningStatistics:
         self._forget_parts()
 
     def settle(self) -> None:
-        """What `sync` comes to where every worker has R already, with exact sums; not collective.
+        """As `sync`, with exact sums, where every worker has R already; not collective.
 
-        Other modules' buffers are left alone.
+        Other modules' buffers are not changed.
         """
         self._count_steps(has_all=True)
         self._forget_parts()
@@ -195,16 +195,16 @@ class RunningStatistics:
             tracked.forget_part()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept beside the buffers: (V_r, steps, uses) of each module."""
+        """The state beside the buffers: (V_r, steps, uses) of each module."""
         return {"modules": [(t.weight, t.num_steps, t.num_uses) for t in self._tracked]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, with the buffers of that moment."""
+        """Continues from what `state_dict` returned, with the buffers of that moment."""
         for tracked, saved in zip(self._tracked, state["modules"], strict=True):
             tracked.weight, tracked.num_steps, tracked.num_uses = saved
 
     def mark_local(self) -> None:
-        """Notes that this worker's buffers have moved on their own."""
+        """Records that this worker's buffers were updated locally."""
         for tracked in () if self._is_exact else self._tracked:
             tracked.is_local |= tracked.module.training
 
@@ -226,18 +226,18 @@ class RunningStatistics:
             )
 
     def _before_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        """Of a module: a part of the model may be saved."""
+        """Hook of each module, because parts of the model may be saved separately."""
         if not keep_vars:
             self.warn_if_local(in_training=True)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """What a module's hook would have done had it been registered before this forward."""
+        """Does what a module's hook would have done if registered before this forward."""
         for tracked in self._tracked:
             if tracked.module is module:
                 tracked.before_forward(tracked.module, args)
 
     def _other_buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Those of other modules, which may have moved on their own by a rule of theirs."""
+        """Buffers of other modules, which may be updated locally by other rules."""
         tracked = {t.module for t in self._tracked}
         for module in self._parameters.modules:
             for name, buffer in module._buffers.items() if module not in tracked else ():
@@ -245,7 +245,7 @@ class RunningStatistics:
                     yield module, name, buffer
 
     def _look_at_others(self) -> list[tuple[nn.Module, str, Tensor, int, Tensor | None]]:
-        """Other buffers and their versions; their values if an earlier step has written to them."""
+        """Other modules' buffers with versions; with values if an earlier step has written them."""
         if self._comm.size == 1 or self._comm.rank > 0 or self._has_told:
             return []
         return [
@@ -257,7 +257,7 @@ class RunningStatistics:
     def _tell_of_changed(
         self, before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]]
     ) -> None:
-        """Says once if forward passes change what is no statistic."""
+        """Warns once if forward passes change buffers of other modules."""
         for module, name, old, version, value in before:
             new = module._buffers.get(name)
             if new is None or (new is old and new._version == version):
@@ -277,7 +277,7 @@ class RunningStatistics:
                 return
 
     def _add_micro_batch(self, weight: float) -> None:
-        """Adds a micro-batch to the sums of the step, and its weight where it called a module."""
+        """Adds a micro-batch to the step's sums, and its weight for modules that it called."""
         called = [float(bool(tracked.shares)) for tracked in self._tracked]
         parts = [
             statistic if has else torch.zeros_like(statistic)
@@ -300,13 +300,13 @@ class RunningStatistics:
             tracked.shares = []  # its slot is free again
 
     def _add_new_terms(self, step_sum: ReproducibleSum) -> None:
-        """Adds several micro-batches', which costs as much as one's."""
+        """Adds the statistics of several micro-batches, which costs as much as for one."""
         if self._new_terms:
             step_sum.add_each(torch.stack(self._new_terms))
             self._new_terms.clear()
 
     def _sum_micro_batches(self) -> None:
-        """Has each module's mean over all workers' micro-batches be the step's. Collective."""
+        """Sums each module's statistics of the step over all workers. Collective."""
         sizes = [len(buffer) for tracked in self._tracked for buffer in tracked.running]
         like = self._tracked[0].running[0]
         nothing = like.new_zeros(sum(sizes) + len(self._tracked), dtype=torch.float64)
@@ -322,7 +322,7 @@ class RunningStatistics:
                     kept.copy_(statistic / share)
 
     def _take_in(self) -> None:
-        """One exponential-average step of the buffers and their weights."""
+        """Makes one exponential-average step of the buffers and their weights."""
         groups = defaultdict[tuple[float, ...], list[TrackedModule]](list)
         for tracked in self._tracked:
             momentum = tracked.momentum()
@@ -358,10 +358,10 @@ class RunningStatistics:
                 tracked.drop(slot)
 
     def _sum_parts(self) -> None:
-        """R = R_0 + sum_r V_r (R_r - R_0) / sum_r V_r, so that equal parts stay as they are.
+        """R = R_0 + sum_r V_r (R_r - R_0) / sum_r V_r, which keeps equal parts unchanged.
 
-        The V_r are all 0 where momentum is 1 and the last step's statistics were left out; then
-        the parts are of an earlier step, and count the same.
+        The V_r are all 0 if momentum is 1 and the last step's statistics were ignored; then the
+        parts come from an earlier step, and count equally.
         """
         running = tuple(buffer for tracked in self._tracked for buffer in tracked.running)
         base = tuple(buffer.clone() for buffer in running)
@@ -380,10 +380,10 @@ class RunningStatistics:
         torch._foreach_add_(running, parts)
 
     def _count_steps(self, *, has_all: bool = False) -> None:
-        """`num_batches_tracked` counts the steps, for modules that any worker used.
+        """Counts the step in `num_batches_tracked` of the modules that any worker used.
 
         Args:
-            has_all: whether this worker knows what all have used.
+            has_all: whether this worker knows which modules all workers have used.
         """
         counted = [(t, c) for t in self._tracked if (c := t.num_batches_tracked) is not None]
         if not counted:
@@ -397,7 +397,7 @@ class RunningStatistics:
 
 
 class _MicroBatch(AbstractContextManager[None]):
-    """What `micro_batch` returns; it runs so often that a generator would be felt."""
+    """The context manager of `micro_batch`; a generator would be noticeably slower."""
 
     def __init__(
         self, statistics: RunningStatistics, weight: float | Callable[[], float], factor: float

@@ -316,7 +316,7 @@ class OverlappedExchange(Exchange):
                 p.grad = None
 
     def _end_rounding(self, names: Iterable[str] | None = None) -> None:
-        """Rounds what the pass has made of some parameters; of all that are left if None."""
+        """Rounds the pass's gradients of some parameters; of all remaining ones if None."""
         for name in list(self._set_aside) if names is None else names:
             if found := self._set_aside.pop(name, None):
                 p, before = found
@@ -326,7 +326,7 @@ class OverlappedExchange(Exchange):
                     self._exact_sums.add(buckets.off_grid, name, p, new, buckets.views.get(name))
 
     def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
-        """What is to be added to `p.grad` now; None for the gradient as it is."""
+        """The gradient to add to `p.grad` now; None to add it unchanged."""
         if self._exact_sums is not None and self._exact_sums.take_call(name):
             self._end_rounding([name])
             return None
@@ -344,7 +344,7 @@ class OverlappedExchange(Exchange):
         super()._end_global_batch()
 
     def _sum_copies(self, buckets: BucketSet) -> None:
-        """Of modules that other workers have copies of. Collective if there are any."""
+        """Sums gradients of divided modules over their copies. Collective if there are copies."""
         if self._exact_sums is not None and self.is_divided:
             self._exact_sums.settle(buckets.off_grid)
         self._divided.sum_copies(buckets.off_grid)
@@ -352,7 +352,7 @@ class OverlappedExchange(Exchange):
     def _finish_sums(
         self, buckets: BucketSet, summed: Mapping[str, nn.Parameter], divisor: Tensor | None
     ) -> None:
-        """The sums are there, but for what was off the grid of what only this worker has."""
+        """Finishes sums that have arrived, by adding divided parameters' gradients off the grid."""
         if self._rounder is not None:
             completed = buckets.completed or ()
             rounder, number = self._rounder, self.num_exchanges
@@ -360,7 +360,7 @@ class OverlappedExchange(Exchange):
         self._divide_sums(summed.values(), divisor)
 
     def _complete(self, buckets: BucketSet) -> None:
-        """Adds what was off the grid to sums that have come. Collective."""
+        """Adds gradients off the grid to sums that have arrived. Collective."""
         if self._exact_sums is None or self._failure is not None:
             return  # without a look at flags, for which the host would wait
         is_alone = self.comm.size == 1 or not self._reducer.adds_up
@@ -390,7 +390,7 @@ class OverlappedExchange(Exchange):
         return delivered
 
     def _deliver(self, buckets: BucketSet) -> Mapping[str, nn.Parameter]:
-        """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
+        """Puts the sums in `p.grad`, for parameters of which any worker has a gradient."""
         # With a grid all look at the flags anyway, and go on by them.
         self._comparison.receive(buckets.tail, now=self._exact_sums is not None)
         self._complete(buckets)
@@ -414,7 +414,7 @@ class OverlappedExchange(Exchange):
         return summed
 
     def _divisor(self, buckets: BucketSet) -> Tensor | None:
-        """Of sums that have come, once; None for gradients of means. [Note: weights]"""
+        """The divisor of sums that have arrived; None for gradients of means. [Note: weights]"""
         if buckets.divisor is not None:
             return buckets.divisor
         total = buckets.tail.total_weight(adds_up=self._reducer.adds_up)
@@ -478,7 +478,7 @@ class OverlappedExchange(Exchange):
         return handles
 
     def _revise_plan(self) -> bool:
-        """Other buckets, if the backward pass that ended makes better ones; whether it does."""
+        """Changes the buckets if the last backward pass suggests better ones; whether it does."""
         if not self._bucketing.is_due(self.num_exchanges):
             return False
         backward_s = perf_counter() - self._pass_start_s - self._in_flight.last_wait_s
@@ -506,11 +506,11 @@ class OverlappedExchange(Exchange):
         self._buckets.off_grid |= off_grid
 
     def _take_buckets(self) -> None:
-        """Buckets for the next exchange, in memory that is used no more if there is any."""
+        """Buckets for the next exchange, in memory that is no longer used if there is any."""
         self._arrivals.clear()
         self._buckets = self._idle.pop() if self._idle else self._new_buckets(self._plan)
         self._buckets.recycle()
 
     def _new_buckets(self, plan: BucketPlan) -> BucketSet:
-        """Collective."""
+        """Makes new buckets. Collective."""
         return BucketSet.new(plan, self._reducer.new_block(plan.num_bytes))

@@ -1,4 +1,4 @@
-"""Sums buckets over the workers, beside the backward pass."""
+"""Sums buckets over the workers, overlapped with the backward pass."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,13 @@ Then = Callable[[BaseException | None], None]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Scaled gradients side by side, of which the sum over the workers is wanted.
+    """Scaled gradients in one flat tensor, to be summed over the workers.
 
     Attributes:
-        layout: where the gradients lie.
+        layout: the gradients' places.
         flat: the gradients, then the tail; [num_elements + num_tail].
-        index: among the buckets of a step; None for one that stands by itself.
-        is_last: whether a step ends with it.
+        index: index among the buckets of a step; None for a separate one.
+        is_last: whether it is the last bucket of a step.
     """
 
     layout: BucketLayout
@@ -52,19 +52,19 @@ class Bucket:
 
 
 class Reducer:
-    """Sums buckets over the workers in the order of the calls: a wire format, and where it runs.
+    """Sums buckets over the workers, in a wire format, in the order of the calls.
 
-    Its collectives have a group of their own: beside them, in the main thread, workers may
-    call other collectives of `comm` at other times. See `channel_of`.
+    Its collectives use a group of their own: meanwhile workers may call other collectives of `comm`
+    in the main thread, at different times. See `channel_of`.
 
     Args:
         comm: the workers.
         policy: wire format, algorithm, and whether steps wait for their sums.
 
     Attributes:
-        wire: the format.
-        transport: the group, and how sums are taken.
-        adds_up: whether workers' numbers come together at all.
+        wire: the wire format.
+        transport: the process group, and the all-reduce algorithm.
+        adds_up: whether workers' values are summed at all.
     """
 
     def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
@@ -91,8 +91,11 @@ class Reducer:
 
     @property
     def usual_bucket_bytes(self) -> int:
-        """Large where sums are taken in place in memory, since workers meet for each, and on an
-        accelerator, where each is many launches; else small, so that the network has work early.
+        """The default size of buckets.
+
+        It is large if sums are taken in shared memory, because workers synchronize for each bucket,
+        and on an accelerator, where each takes many kernel launches; otherwise it is small, so that
+        the network starts early.
         """
         algorithm = self.transport.algorithm
         in_memory = isinstance(algorithm, SharedMemory) and algorithm.fallback is None
@@ -111,12 +114,12 @@ class Reducer:
 
     @property
     def has_residuals(self) -> bool:
-        """Whether something of earlier gradients waits to be sent."""
+        """Whether residuals of earlier gradients wait to be sent."""
         return self._states.has_residuals
 
     @property
     def measured_algorithm_for(self) -> Callable[[int], str] | None:
-        """What tells how so many bytes are summed, where that was measured."""
+        """Number of bytes -> all-reduce algorithm, if the algorithms were measured."""
         algorithm = self.transport.algorithm
         if not isinstance(algorithm, Auto):
             return None
@@ -124,30 +127,30 @@ class Reducer:
 
     @property
     def is_left_to_backend(self) -> bool:
-        """Whether the backend itself sums all buckets that `set_layouts` has told of."""
+        """Whether the backend itself sums all buckets that `set_layouts` was given."""
         return self._native is not None
 
     @property
     def _may_post(self) -> bool:
-        """Whether buckets may be left to the backend, which works on several at once."""
+        """Whether buckets may be passed to the backend, which works on several at once."""
         return self._as_they_are and self.comm.size > 1 and not is_accelerator(self.comm.device)
 
     # -- buckets -------------------------------------------------------------------------------
 
     def set_layouts(self, layouts: Sequence[BucketLayout]) -> None:
-        """Tells of all buckets to come; nothing may be under way.
+        """Sets the layouts of all following buckets; none may be in flight.
 
-        What was not sent yet of a parameter goes along to its new bucket.
+        The residual of a parameter moves to its new bucket.
         """
         self._native = self._only_native(layouts)
         self._states.set_layouts(layouts)
 
     def copied_state(self, layout: BucketLayout) -> WireState:
-        """What the format remembers of a bucket, for a sum that it shall not remember."""
+        """A copy of the format's state for a bucket, for a sum that must not change the state."""
         return deepcopy(self._states.of(layout))
 
     def new_block(self, num_bytes: int) -> Block | None:
-        """Memory in which buckets are summed where they lie, if there is any. Collective."""
+        """Shared memory in which buckets are summed in place, if it is used. Collective."""
         algorithm = self.transport.algorithm
         if self._as_they_are and isinstance(algorithm, SharedMemory) and num_bytes:
             return algorithm.new_block(num_bytes)
@@ -165,13 +168,12 @@ class Reducer:
         """Starts to make `bucket.flat` the sum over the workers; all must start the same.
 
         Args:
-            bucket: what to sum.
-            state: what the format remembers; None for what it has kept of this bucket.
-            residual_factor: by which gradients are larger than when the residual was left: a
-                GradScaler's scale has changed.
-            flags: name -> the flag that will tell whether any worker has a gradient, for
-                parameters for which this worker has none; see
-                `WireStates.restore`.
+            bucket: the bucket to sum.
+            state: the format's state; None for the one kept for this bucket.
+            residual_factor: ratio of the present GradScaler's scale to the one under which the
+                residual was made.
+            flags: name -> flag, for parameters of which this worker has no gradient; after the sum
+                it says whether any worker has one; see `WireStates.restore`.
             then: called at the end with the error, if there was one; may raise.
         """
         if self._native is not None:
@@ -198,7 +200,7 @@ class Reducer:
         residual_factor: float,
         flags: Mapping[str, Tensor],
     ) -> None:
-        """In the runner's thread or stream."""
+        """Sums a bucket, in the runner's thread or stream."""
         state = self._states.of(bucket.layout) if state is None else state
         if residual_factor != 1 and state.residual is not None:
             state.residual.mul_(residual_factor)
@@ -209,7 +211,7 @@ class Reducer:
             self._lift_first_timeout()
 
     def _post(self, native: Native, bucket: Bucket, then: Then | None) -> Work[None]:
-        """Hands a bucket to the backend itself, which works on several at once."""
+        """Passes a bucket to the backend itself, which works on several at once."""
 
         @torch.no_grad()
         def finish() -> None:
@@ -228,9 +230,10 @@ class Reducer:
         return JoinedWork([work], finish)
 
     def _only_native(self, layouts: Sequence[BucketLayout]) -> Native | None:
-        """The backend's own sums if all buckets are left to it.
+        """The backend's own sums, if all buckets can be passed to it.
 
-        Some by it and some by this reducer's thread would meet in another order on each worker.
+        Otherwise those of the backend and of this reducer's thread could run in different orders on
+        different workers.
         """
         if not self._may_post:
             return None
@@ -241,36 +244,36 @@ class Reducer:
         return only if type(only) is Native else None
 
     def _lift_first_timeout(self) -> None:
-        """All have met for the first time: from now on the communicator's own timeout holds."""
+        """Sets the communicator's own timeout, once all workers have exchanged once."""
         if self.comm.timeout_s < self._main_comm.timeout_s:
             self.comm.set_timeout(self._main_comm.timeout_s)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
     def unsent(self) -> dict[str, Tensor]:
-        """name -> what this worker has not sent of its gradients yet, flat. Waits for what is."""
+        """name -> flat residual that this worker has not sent yet. Waits for sums in flight."""
         self._runner.submit(lambda: None).wait()
         return self._states.unsent()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next sums depend on, of this worker."""
+        """The state that the next sums on this worker depend on."""
         return {"unsent": self.unsent(), "algorithm": self.transport.algorithm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by the same rank. Collective."""
+        """Continues from the `state_dict` of the same rank. Collective."""
         algorithm = self.transport.algorithm
         self._runner.submit(lambda: algorithm.load_state_dict(state["algorithm"])).wait()
         self._states.load_unsent(state["unsent"])
 
     def gather_state(self, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
-        """What the next sums of these buckets depend on, of all workers on rank 0. Collective."""
+        """The state of all workers for the next sums of these buckets, on rank 0. Collective."""
         algorithm = self.transport.algorithm.state_dict()
         return {"algorithm": algorithm, **self._states.gather(self.comm, layouts)}
 
     def load_gathered_state(
         self, layouts: Sequence[BucketLayout], state: Mapping[str, Any]
     ) -> None:
-        """Goes on where `gather_state` was called. Collective."""
+        """Continues from what `gather_state` returned. Collective."""
         self.transport.algorithm.load_state_dict(state["algorithm"])
         self._log_choices()
         self._native = self._only_native(layouts)
@@ -283,9 +286,9 @@ class Reducer:
 
 
 def _close(pid: int, runner: Runner, transport: Transport, comm: Communicator) -> None:
-    """Gives all back, once what is under way has ended; see [Note: end of a group].
+    """Releases all resources, once sums in flight have ended; see [Note: end of a group].
 
-    A process that was forked from this one leaves it alone when it exits.
+    In a process that was forked from this one it does nothing.
     """
     if getpid() != pid:
         return
@@ -302,10 +305,10 @@ def _close(pid: int, runner: Runner, transport: Transport, comm: Communicator) -
 
 
 def channel_of(comm: Communicator) -> Communicator:
-    """The same workers on connections of their own; `comm` itself for one worker, or on CUDA.
+    """A communicator of the same workers with separate connections. Collective.
 
-    There the stream's order keeps collectives apart, and one NCCL communicator is safer than two.
-    Collective.
+    For one worker, and on CUDA, it is `comm` itself: there the stream's order keeps collectives
+    apart, and one NCCL communicator is safer than two.
     """
     if comm.size == 1 or is_accelerator(comm.device):
         return comm
