@@ -1,7 +1,7 @@
-"""The verbs that move tensors.
+"""The collectives that move tensors.
 
-Shapes, dtypes and structure travel with the values, but for `all_gather_into_tensor` and
-`all_to_all_single`: there all ranks know them.
+Shapes, dtypes and structure are sent with the values, except in `all_gather_into_tensor` and
+`all_to_all_single`, for which all ranks know them.
 """
 
 from collections.abc import Callable, Sequence
@@ -146,14 +146,14 @@ class TensorCollectives(CommunicatorBase):
         """The root's tensors, on all ranks.
 
         Args:
-            x: on the root what is sent. Elsewhere tensors of the same shapes and dtypes, which
-                are filled in place, or None for new ones.
+            x: on the root the tensors to send; elsewhere tensors of the same shapes and dtypes,
+                which are filled in place, or None for new ones.
             root: the rank that sends.
-            check: whether the ranks first compare which verb and root they want, and whether what
-                the root sends fits; the same on all.
+            check: whether the ranks first compare their call and root, and whether the root's
+                tensors fit; the same on all.
 
         Returns:
-            `x` where it was given, else new tensors on the communicator's device.
+            `x` if it was given, else new tensors on the communicator's device.
 
         Raises:
             DisagreementError: if a given `x` does not fit what the root sent; with `check` on
@@ -188,10 +188,10 @@ class TensorCollectives(CommunicatorBase):
         return x
 
     def all_gather_into_tensor(self, x: Tensor, *, check: bool = False) -> Tensor:
-        """Every rank's tensor, stacked; one message where `all_gather` first tells the shapes.
+        """Every rank's tensor, stacked; a single message, while `all_gather` first sends shapes.
 
         Ranks that pass different shapes or dtypes get garbage or a PeerLostError, or Gloo ends
-        their process: it is for code that has made sure of them before, or passes `check`.
+        their process: use it if shapes are known to be equal, or pass `check`.
 
         Args:
             x: [*shape], of the same shape and dtype on every rank.
@@ -256,8 +256,8 @@ class TensorCollectives(CommunicatorBase):
         Args:
             x: tensor or tuple of tensors of any shapes and dtypes.
             dest: the rank that receives; not this one.
-            tag: tells messages to the same rank apart (on CUDA only their order does).
-            async_op: return a Work at once, which must be waited for; do not touch `x` till then.
+            tag: distinguishes messages to the same rank (on CUDA only their order does).
+            async_op: return a Work at once, which must be waited for; don't change `x` before.
         """
         self._check_peer("dest", dest, tag)
         work = self._send(x, dest, tag, "send")
@@ -273,9 +273,9 @@ class TensorCollectives(CommunicatorBase):
         Args:
             source: the rank that sends; not this one.
             tag: as in `send`.
-            async_op: return a Work at once. Over NCCL a pair's messages go one after the other,
-                whatever their tags, and a group's calls in one stream: make them in an order in
-                which no rank waits for one that stands behind.
+            async_op: return a Work at once. With NCCL a pair's messages are sent in order, whatever
+                their tags, and a group's calls share one stream: make calls in an order in which no
+                rank waits for a later one.
 
         Returns:
             A tensor or a tuple of tensors, as sent, on the communicator's device.
@@ -322,10 +322,10 @@ def _to(x: Tensors, device: torch.device) -> Tensors:
 def _in_own_stream(
     receive: Callable[[], Tensors], device: torch.device
 ) -> tuple[Tensors, Event | None]:
-    """Receives in a thread, and the event after which an accelerator has what was received.
+    """Receives in a thread; also returns the event after which an accelerator has the tensors.
 
-    The current stream of a new thread is the device's default one: it would wait for the message
-    with all that the program gives to it meanwhile.
+    The current stream of a new thread is the device's default stream: there the message would hold
+    up everything that the program launches meanwhile.
     """
     if not has_streams(device):
         return receive(), None
@@ -334,7 +334,7 @@ def _in_own_stream(
 
 
 def _hand_over(x: Tensors, event: Event | None) -> Tensors:
-    """What another stream has received, to the current one."""
+    """Passes tensors that another stream has received to the current stream."""
     for tensor in as_tuple(x):
         if event is not None:
             current_stream(tensor.device).wait_event(event)
@@ -358,5 +358,5 @@ def _spec(x: Tensor) -> str:
 
 
 def _rows(parts: list[Tensor], x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Adjacent pieces of bytes as one tensor of x's dtype, on its device."""
+    """Adjacent pieces of bytes as one tensor of `x`'s dtype, on its device."""
     return torch.cat(parts).to(x.device).view(x.dtype).view(shape)

@@ -1,4 +1,4 @@
-"""A group of workers, and what they can say to each other."""
+"""`Communicator`: a group of workers and its collectives."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,20 +21,20 @@ from allstep.errors import UsageError
 
 
 class Communicator(Reductions, TensorCollectives, ObjectCollectives):
-    """One worker's end of a group of workers; made by `init`, `split` or `single_process`.
+    """One worker's handle of a group of workers; made by `init`, `split` or `single_process`.
 
-    Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`
-    with CollectiveTimeoutError, or at once with PeerLostError when another rank failed. A sum or an
-    equal exchange of a GPU's tensors, of shapes that were agreed on before, makes no rank wait: if
-    one of them doesn't come, NCCL ends the others' processes.
+    Every rank must make the same calls in the same order. Every wait ends after `timeout_s`
+    with CollectiveTimeoutError, or at once with PeerLostError when another rank failed. Exceptions
+    are sums and equal-sized exchanges of GPU tensors with shapes that were agreed on before: the
+    host doesn't wait for them, and if a rank is missing, NCCL ends the others' processes.
 
     Attributes:
-        rank, size: this worker's number and how many there are.
+        rank, size: this worker's number, and the number of workers.
         local_rank, local_size: the same among the workers of this node.
-        node_rank, num_nodes: this node's number and how many there are.
-        device: where this worker computes, and where new tensors arrive.
-        timeout_s: how long a call may take.
-        process_group: torch's group beneath; None for a single process.
+        node_rank, num_nodes: this node's number, and the number of nodes.
+        device: the device that this worker computes on; received tensors are on it.
+        timeout_s: largest duration of a call.
+        process_group: the underlying process group of torch; None for a single process.
 
     >>> with Communicator.single_process() as comm:
     ...     comm.all_gather(torch.ones(2))
@@ -47,7 +47,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def single_process(
         cls, device: torch.device | str = "cpu", timeout_s: float = 300.0
     ) -> "Communicator":
-        """The communicator of the only worker; needs no server."""
+        """The communicator of a single worker; needs no server."""
         check_timeout(timeout_s)
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
 
@@ -59,14 +59,14 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def keep_last_state(
         self, run_dir: Path | str, *, notice_s: float = 5.0, waits: bool = False
     ) -> AbstractContextManager[object]:
-        """Keeps a file of what this worker does in a run's folder, which `allstep why` reads.
+        """Keeps a file of this worker's activity in a run's folder, which `allstep why` reads.
 
-        It says how the worker ends when the communicator is closed, or a `with` around what this
-        returns has ended. If a file is kept already, nothing is done. See [Note: last state].
+        The file records how the worker ended when the communicator is closed, or when the returned
+        context manager exits. If a file is kept already, nothing is done. See [Note: last state].
 
         Args:
             run_dir: the run's folder; made if missing.
-            notice_s: how long to wait for others before saying so; then twice as long, and so on.
+            notice_s: seconds of waiting for others after which to log it; then doubled each time.
             waits: whether this worker waits to join others: the file begins when it has a rank.
         """
         if self.activity.on_end is not None:
@@ -90,15 +90,15 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
         """Divides the workers into groups, as MPI_Comm_split does; all of them must call it.
 
-        Errors of a call in a new group name its ranks by their numbers in the first group, the
-        one that `init` made.
+        Errors of a call in a new group name its ranks by their numbers in the group that `init`
+        made.
 
         Args:
             color: workers of equal color form a group; None for a worker that joins none.
-            key: orders the ranks of the new group; equal keys by rank here.
+            key: orders the ranks of the new group; equal keys are ordered by rank in this group.
 
         Returns:
-            The new group's communicator, or None where `color` is None.
+            The new group's communicator, or None if `color` is None.
 
         >>> Communicator.single_process().split(color=0).size
         1
@@ -126,18 +126,19 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def mesh(self, **axes: int) -> "Mesh[Communicator]":
         """Names axes over the workers; all of them must call it.
 
-        Train over the axis of data, `attach(model, mesh["data"])`, a model that is divided over
-        the others: each parameter's gradient is the mean over the workers that have it.
+        Attach a model that is divided over the other axes to the axis of data,
+        `attach(model, mesh["data"])`: each parameter's gradient is the mean over the workers that
+        have the parameter.
 
         Args:
-            axes: name -> length, from the slowest; their product is `size`.
+            axes: name -> length, slowest axis first; their product is `size`.
 
         Returns:
             The mesh; `mesh[name]` is the communicator along an axis.
 
         Raises:
             UsageError: if the axes don't multiply to the number of workers.
-            DisagreementError: if workers name other axes.
+            DisagreementError: if the axes differ between workers.
 
         >>> mesh = Communicator.single_process().mesh(data=1, model=1)
         >>> mesh["data"].size, mesh.coordinates
@@ -146,10 +147,10 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         return Mesh(self, axes, self.split)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long calls may take from now on, here and in the groups that were split off.
+        """Sets the timeout of all following calls, in this group and those split off.
 
         Args:
-            timeout_s: seconds; call it with the same on all ranks.
+            timeout_s: seconds; must be the same on all ranks.
 
         Raises:
             UsageError: if it isn't a positive number.
@@ -161,20 +162,20 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
                 dependent.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Leaves the group; ends what `init` or `split` made, never a framework's own group."""
+        """Leaves the group; destroys what `init` or `split` made, never a framework's own group."""
         if self._last_state is not None:
             self._last_state.end(WELL)
         self._close_algorithms()
         self.wire.close(abort=False)
 
     def abort(self) -> None:
-        """Leaves the group, and those split off, so that ranks who wait for this one fail fast."""
+        """Leaves this group and those split off, so that ranks waiting for this one fail fast."""
         for dependent in self._alive_dependents:
             dependent.abort()
         self.wire.close(abort=True)
 
     def interrupt(self) -> None:
-        """Makes calls that wait fail, in groups that were split off, too; from any thread."""
+        """Makes waiting calls fail, also in groups that were split off; from any thread."""
         for dependent in self._alive_dependents:
             if isinstance(dependent, Communicator):
                 dependent.interrupt()

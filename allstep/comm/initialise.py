@@ -1,4 +1,4 @@
-"""Makes a communicator of whatever started this process."""
+"""`init`: makes the communicator of the workers that a launcher or a framework started."""
 
 import atexit
 import importlib
@@ -63,20 +63,21 @@ def init(
     initialised, so that torch's own calls work too; a single process needs no server.
 
     Args:
-        process_group: the workers, where another library has made their group; a DeviceMesh of
-            one dimension will do. None takes torch.distributed's group if it is initialised.
-        device: where this worker computes; None means its share of the GPUs, else the CPU.
-        timeout_s: how long any call may take before it fails.
-        run_dir: folder in which this worker leaves its last state, for `allstep why`; None for
-            the one of `allstep launch --run-dir`, if there is one.
+        process_group: the workers' group if another library has made it; may be a DeviceMesh of
+            one dimension. None takes torch.distributed's group if it is initialised.
+        device: the device that this worker computes on; None for its share of the GPUs, or the CPU
+            if there are none.
+        timeout_s: timeout of every call.
+        run_dir: folder in which this worker records its last state, for `allstep why`; None for
+            the folder of `allstep launch --run-dir`, if there is one.
 
     Returns:
         This worker's communicator; `close` it, or use it in a `with`.
 
     Raises:
         UsageError: if an argument is wrong, or the launcher's variables contradict each other.
-        DisagreementError: if workers compute on unlike kinds of device.
-        CollectiveTimeoutError: if not all workers come within `timeout_s`.
+        DisagreementError: if workers compute on different kinds of device.
+        CollectiveTimeoutError: if not all workers arrive within `timeout_s`.
 
     >>> with init(device="cpu") as comm:
     ...     comm.size
@@ -121,7 +122,7 @@ def _group_of(process_group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGrou
 def _join_group(
     group: dist.ProcessGroup, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
-    """A communicator over a group that was there before."""
+    """A communicator over an existing process group."""
     unknown = Topology(0, 1, 0, 1)
     own = device_of_group(group, device)
     if own is not None:
@@ -143,11 +144,11 @@ def _join_group(
 def device_of_group(
     group: dist.ProcessGroup, device: torch.device | str | None
 ) -> torch.device | None:
-    """The accelerator that is known for this rank before it can ask the others; None if none is.
+    """The accelerator of this rank as far as it is known without communication; None if unknown.
 
     Args:
-        group: of a framework, which may have bound it to a device.
-        device: what the user wants.
+        group: a framework's group, which may be bound to a device.
+        device: the device that the user requested.
     """
     with suppress(RuntimeError, TypeError):  # what is wrong with it is said later
         wanted = None if device is None else torch.device(device)
@@ -160,9 +161,9 @@ def device_of_group(
 def _join_launch(
     launch: Launch, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
-    """Initialises torch.distributed as the launcher says.
+    """Initialises torch.distributed for the launcher's variables.
 
-    A thread meets the others: what the backend does there may wait longer than it is told to.
+    A thread does it, because the backend may wait longer than its timeout.
     """
     # Its functions keep the group of the moment of their import as default argument, and the
     # first step of an optimizer imports them: the group would outlive `close`, and with it
@@ -195,10 +196,10 @@ def _join_launch(
 
 
 def _close_at_exit(comm_ref: "ref[Communicator]", pid: int) -> None:
-    """Of a script that has not closed its communicator, maybe because of an error.
+    """Closes the communicator of a script that has not done so, maybe because of an error.
 
-    What the backend's threads let go of while the interpreter ends, and what they return to, would
-    abort the process. A process that was forked from this one leaves it alone.
+    Otherwise the backend's threads, which release objects and return to Python while the
+    interpreter ends, would abort the process. In a forked process it does nothing.
     """
     comm = comm_ref()
     if comm is None or comm.process_group is None or os.getpid() != pid:
@@ -213,9 +214,9 @@ def _close_at_exit(comm_ref: "ref[Communicator]", pid: int) -> None:
 
 
 def check_descriptors(launch: Launch) -> None:
-    """Makes room for the connections between workers, before the first is made.
+    """Raises the limit of file descriptors for the connections between workers, if need be.
 
-    [Note: descriptors] A group of n workers takes n + 4 descriptors of each, its store 2 n + 13 of
+    [Note: descriptors] A group of n workers takes n + 4 descriptors on each, its store 2 n + 13 on
     rank 0; `attach` makes two groups, and shared memory takes 1 for each worker of this node.
 
     Raises:
@@ -280,7 +281,7 @@ def _check_devices(comm: Communicator) -> None:
 
 
 def _destroy(rendezvous: Rendezvous, is_aborted: bool) -> None:
-    """Ends the default group that `init` has made, unless the user was faster."""
+    """Destroys the default group that `init` has made, unless the user already has."""
     rendezvous.leave_master_port()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -292,9 +293,9 @@ def choose_device(
     """The device of a worker; an accelerator becomes the process's current one.
 
     Args:
-        device: what the user wants; None means an accelerator where there is any, "cuda" without
-            a number the GPU of the local rank's number, or the only one that this process sees.
-        local_rank, local_size: this worker's number on its node, and how many there are.
+        device: the device that the user requested; None for an accelerator if there is one; "cuda"
+            without a number for the GPU with the local rank's number, or the only visible one.
+        local_rank, local_size: this worker's number on its node, and the number of workers there.
     """
     if device is None:
         device = default_device()
@@ -330,7 +331,7 @@ def choose_device(
 
 
 def set_up_logging(rank: int) -> None:
-    """Lets rank 0 say what it does, unless the program has its own idea of logging."""
+    """Shows rank 0's log messages, unless the program has configured logging itself."""
     logger = logging.getLogger("allstep")
     if rank == 0 and not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,6 +1,6 @@
-"""What a communicator needs of the world: raw tensors to and from other ranks.
+"""The transport that a communicator needs: raw tensors to and from other ranks.
 
-Nothing here knows shapes, structures or objects.
+It doesn't know shapes, structures or objects.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from allstep.comm.work import CompletedWork, Work
 
 
 class Wire(Protocol):
-    """Posts calls to other ranks and waits for them; `verb` names the call in errors."""
+    """Makes calls between ranks and waits for them; `verb` names the call in errors."""
 
     rank: int
     size: int
@@ -25,7 +25,7 @@ class Wire(Protocol):
     names: RankNames
 
     def transport_device(self, device: torch.device) -> torch.device:
-        """The device that a tensor on `device` must travel from."""
+        """The device that a tensor on `device` must be on to be sent."""
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
         """Reduces a contiguous tensor in place."""
@@ -58,19 +58,19 @@ class Wire(Protocol):
         """Sends bytes to a rank and receives bytes from one, both at once."""
 
     def new_group_id(self) -> int:
-        """A number that no group has which was split off this one before; asked by one rank."""
+        """A number that no group split off this one has yet; called by one rank."""
 
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "Wire":
-        """The wire of a group of some ranks, by their order in it; called by all of them.
+        """The wire of a group of some ranks, in their order; called by all of them.
 
         Args:
-            name: of the group; no other one of these ranks has it.
-            ranks: this one among them.
-            device: where they compute.
+            name: the group's name; no other group of these ranks has it.
+            ranks: the ranks, including this one.
+            device: the device that they compute on.
         """
 
     def interrupt(self) -> None:
-        """Makes calls that wait fail, here and on the other ranks; from any thread."""
+        """Makes waiting calls fail, here and on the other ranks; from any thread."""
 
     def close(self, *, abort: bool) -> None:
         """Leaves the group; with `abort` so that peers in a call fail at once."""

@@ -1,4 +1,4 @@
-"""`Work`, the handle of every asynchronous call, and the few kinds of it."""
+"""`Work`, the handle of every asynchronous call, and its kinds."""
 
 import math
 import threading
@@ -30,7 +30,7 @@ X = TypeVar("X")
 
 
 class Work(Protocol[T_co]):
-    """A call that is under way; `wait` gives its result."""
+    """A pending call; `wait` returns its result."""
 
     def wait(self, timeout_s: float | None = None) -> T_co:
         """Waits until the call has ended; may be called again for the same result.
@@ -38,10 +38,10 @@ class Work(Protocol[T_co]):
         On an accelerator only the current stream waits, not the host.
 
         Args:
-            timeout_s: how long to wait at most; the communicator's `timeout_s` if None.
+            timeout_s: longest time to wait; the communicator's `timeout_s` if None.
 
         Raises:
-            CollectiveTimeoutError: if it took longer.
+            CollectiveTimeoutError: if the call took longer.
             PeerLostError: if another worker failed meanwhile.
             UsageError: if `timeout_s` is not positive.
         """
@@ -70,11 +70,11 @@ class CompletedWork(Generic[T]):
 
 
 class JoinedWork(Generic[T]):
-    """Several works as one, and what is to be done once all of them have ended.
+    """Several Works as one, with a function that is called once all of them have ended.
 
     Args:
-        works: waited for in this order.
-        finish: called once, by whoever waits first; its result is this work's.
+        works: the Works, waited for in this order.
+        finish: called once, by the first to wait; its result is this Work's result.
 
     >>> JoinedWork([CompletedWork(1), CompletedWork(2)], lambda: 3).wait()
     3
@@ -87,7 +87,7 @@ class JoinedWork(Generic[T]):
         self._result: T | None = None
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Waits for the works, for at most `timeout_s` each; so may several threads."""
+        """Waits for the Works, for at most `timeout_s` each; may be called by several threads."""
         _check(timeout_s)
         for work in tuple(self._works):
             work.wait(timeout_s)
@@ -99,16 +99,16 @@ class JoinedWork(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """Whether all the works have ended."""
+        """Whether all the Works have ended."""
         return all(work.is_completed() for work in self._works)
 
 
 class ThreadWork(Generic[T]):
-    """A call that a thread makes. Whoever stops waiting for it may come back later.
+    """A call that a thread makes. After a timeout, `wait` may be called again.
 
     Args:
-        call: what the thread does by calling `run`.
-        name: of the call, for errors.
+        call: the function that `run` calls in the thread.
+        name: name of the call, for errors.
 
     >>> ThreadWork.start(lambda: 3, "three").wait()
     3
@@ -121,10 +121,9 @@ class ThreadWork(Generic[T]):
 
     @classmethod
     def start(cls, call: Callable[[], T], name: str) -> "ThreadWork[T]":
-        """Makes the call in a thread of its own, for which the process waits before it ends.
+        """Makes the call in a new thread, for which the process waits some seconds before it ends.
 
-        For some seconds. Without that, a call of torch's that returns while the interpreter ends
-        aborts the process.
+        Otherwise a call of torch's that returns while the interpreter ends would abort the process.
         """
         work = cls(call, name)
         thread = threading.Thread(target=work.run, daemon=True, name=name)
@@ -133,10 +132,10 @@ class ThreadWork(Generic[T]):
         return work
 
     def run(self, earlier_error: BaseException | None = None) -> BaseException | None:
-        """Makes the call, in the thread that is here, and keeps what came of it.
+        """Makes the call in the current thread, and keeps its result or error.
 
         Args:
-            earlier_error: fails the work at once, without the call.
+            earlier_error: an error with which the Work fails at once, without the call.
 
         Returns:
             The error, if there was one.
@@ -157,8 +156,8 @@ class ThreadWork(Generic[T]):
         """Waits for the call; without `timeout_s` for as long as it takes.
 
         Args:
-            timeout_s: how long to wait at most.
-            check: called now and then meanwhile; raises if it is in vain.
+            timeout_s: longest time to wait.
+            check: called from time to time meanwhile; raises if waiting is pointless.
         """
         _check(timeout_s)
         deadline_s = _deadline_s(timeout_s)
@@ -176,7 +175,7 @@ class ThreadWork(Generic[T]):
         return self._future.result()
 
     def join(self) -> None:
-        """Waits for the end of the call, whatever comes of it."""
+        """Waits for the end of the call, without raising its error."""
         self._future.exception()
 
     def is_completed(self) -> bool:
@@ -185,12 +184,12 @@ class ThreadWork(Generic[T]):
 
 
 def answer_of_store(call: Callable[[], T]) -> T | None:
-    """What a call of a store gives; None if the store does not answer within a second.
+    """The result of a store's call; None if the store does not answer within a second.
 
-    Its server may be what failed, and asking it may hang: a thread asks.
+    A thread makes the call, because it may hang if the store's server has failed.
 
     Args:
-        call: of the store.
+        call: the call of the store.
     """
     with suppress(RuntimeError):
         return ThreadWork.start(call, "a store").wait(_LOOK_S)
@@ -198,24 +197,24 @@ def answer_of_store(call: Callable[[], T]) -> T | None:
 
 
 class BackendWork:
-    """Calls that a process group of torch's works on by itself.
+    """Calls that one of torch's process groups executes.
 
-    Gloo closes all its connections when a wait for a message runs out of time. So whoever waits
-    for a message for less than `message_timeout_s` waits for a thread, which goes on. NCCL gives a
-    call up, and soon ends the process, when a wait for it runs out of time. So whoever waits for
-    an accelerator for a limited time looks at the call again and again.
+    Gloo closes all its connections when a wait for a message times out. So a wait for a message
+    that is shorter than `message_timeout_s` waits for a thread, which continues. NCCL aborts a
+    call, and soon the process, when a wait for it times out. So a limited wait for an accelerator
+    polls the call.
 
     Args:
-        works: the group's, in the order in which they were started.
-        explained: the context that turns the group's errors into allstep's; takes the time that
-            the wait may take.
-        name: of the calls, for errors.
+        works: the group's Works, in the order in which they were started.
+        explained: context manager that turns the group's errors into allstep's; takes the longest
+            time of the wait.
+        name: name of the calls, for errors.
         on_end: called when all of them have ended.
-        message_timeout_s: of messages between CPU ranks; None for calls that end after the
+        message_timeout_s: timeout of messages between CPU ranks; None for calls that end after the
             timeout of their own options.
-        polls: whether to look at the calls instead, as an accelerator's backend makes them.
-        check: called now and then while a wait lasts; raises if it is in vain. A wait for messages
-            then is a thread's.
+        polls: whether to poll the calls, as for an accelerator's backend.
+        check: called from time to time during a wait; raises if waiting is pointless. Then a thread
+            waits for messages.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class BackendWork:
         self._thread: ThreadWork[None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the calls; without `timeout_s` for as long as the group allows."""
+        """Waits for the calls; without `timeout_s` until the group's timeout."""
         _check(timeout_s)
         limit_s = self._message_timeout_s
         if limit_s is None:
@@ -257,15 +256,15 @@ class BackendWork:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is under way any more, as far as is known without a wait."""
+        """Whether no call is pending any more, as far as is known without waiting."""
         # Another thread may be waiting for them meanwhile, and take off what has ended.
         return all(work.is_completed() for work in list(self._works))
 
     def outlast(self, deadline_s: float) -> bool:
-        """Waits until the calls have ended, whatever comes of them; whether they have in time.
+        """Waits until the calls have ended, without raising errors; whether they ended in time.
 
         Args:
-            deadline_s: of `time.monotonic()`.
+            deadline_s: deadline by `time.monotonic()`.
         """
         for work in list(self._works):
             if self._message_timeout_s is not None:  # which no look tells of, and a wait ends
@@ -279,7 +278,7 @@ class BackendWork:
         return True
 
     def future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
-        """Completed by the group at the end of the calls; to be asked for before any wait."""
+        """A future that the group completes when the calls end; request it before any wait."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
     def _in_thread(self, limit_s: float) -> ThreadWork[None]:
@@ -324,11 +323,11 @@ class BackendWork:
 
 
 class StreamWork:
-    """What a stream of an accelerator does up to an event.
+    """The work of an accelerator's stream up to an event.
 
     Args:
-        event: recorded in that stream.
-        device: whose current stream waits for it.
+        event: the event, recorded in that stream.
+        device: the device whose current stream waits for it.
     """
 
     def __init__(self, event: Event, device: torch.device) -> None:
@@ -336,16 +335,16 @@ class StreamWork:
         self._device = device
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Lets the current stream wait."""
+        """Makes the current stream wait."""
         current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether the device has come to the event."""
+        """Whether the device has reached the event."""
         return self._event.query()
 
 
 def _take_off(work: X, works: deque[X]) -> None:
-    """Lets go of what has ended, unless another thread that waits for it has."""
+    """Removes a Work that has ended, unless another waiting thread already has."""
     with suppress(ValueError):
         works.remove(work)
 
@@ -356,9 +355,9 @@ def _check(timeout_s: float | None) -> None:
 
 
 def check_timeout(timeout_s: float, cure: str = "pass seconds") -> None:
-    """Raises UsageError for what is no time to wait.
+    """Raises UsageError if a value is not a valid timeout.
 
-    What torch's clocks can't count, 292 years, would be over at once.
+    A timeout above 292 years, which torch's clocks can't represent, would expire at once.
     """
     check_positive("timeout_s", timeout_s, cure)
     if timeout_s > _LONGEST_S:
