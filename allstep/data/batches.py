@@ -1,4 +1,4 @@
-"""Global batches, this worker's micro-batches of them, and what all their loaders share."""
+"""Global batches, this worker's micro-batches of them, and the base of all their loaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ class MicroBatch:
     """Samples that go through the model at once.
 
     Attributes:
-        index: place in its global batch, the same whichever worker runs it.
-        num_samples: in `data`.
+        index: its index in the global batch, whichever worker runs it.
+        num_samples: number of samples in `data`.
         data: the collated samples.
         is_last: whether it is this worker's last of the global batch.
     """
@@ -37,10 +37,10 @@ class GlobalBatch:
     Attributes:
         step: optimizer steps before this one.
         epoch: passes over the data before this one.
-        num_samples: of the whole global batch, over all workers.
-        micro_batches: this worker's, fetched as they are asked for; may be none.
-        num_local_micro_batches: how many they are.
-        num_micro_batches: of all workers together.
+        num_samples: samples of the whole global batch, over all workers.
+        micro_batches: this worker's micro-batches, fetched on demand; may be empty.
+        num_local_micro_batches: the number of these.
+        num_micro_batches: number of micro-batches of all workers together.
         position: samples before this batch, over all epochs.
     """
 
@@ -71,14 +71,14 @@ class Cutting:
 
 
 class GlobalBatchLoader(ABC):
-    """Hands out this worker's part of each global batch; see `allstep.data.loader`.
+    """Yields this worker's part of each global batch; see `allstep.data.loader`.
 
     Attributes:
         comm: the workers that share the data.
         global_batch, micro_batch: samples of a step, and of a pass through the model.
-        seed: start of all random states.
-        step: global batches handed out so far, over all epochs.
-        shares: which worker runs which micro-batches.
+        seed: seed of all random states.
+        step: number of global batches yielded so far, over all epochs.
+        shares: assignment of micro-batches to workers.
     """
 
     def __init__(self, comm: Communicator, cutting: Cutting) -> None:
@@ -98,10 +98,10 @@ class GlobalBatchLoader(ABC):
         """Whole passes over the data so far."""
 
     def global_batches(self) -> Iterator[GlobalBatch]:
-        """The rest of the current epoch; a batch counts as consumed when it is handed out.
+        """The current epoch's remaining batches; a batch counts as consumed when it is yielded.
 
-        What is left of a batch when the next one is asked for is thrown away. The loop may be
-        left and begun again: it goes on where it was.
+        Micro-batches that are left of a batch when the next one is requested are dropped. The loop
+        may be left and begun again: it continues where it was.
         """
         epoch = self.epoch
         while self.epoch == epoch:
@@ -110,9 +110,9 @@ class GlobalBatchLoader(ABC):
                 yield batch
 
     def __iter__(self) -> Iterator[Any]:
-        """This worker's micro-batches of the rest of the epoch, for a loop without `steps`.
+        """This worker's remaining micro-batches of the epoch, for a loop without `steps`.
 
-        Each is one step, so there must be one of equal size for every worker.
+        Each of them is one step, so every worker must have one of equal size.
 
         Raises:
             UsageError: if the workers' shares of a global batch would be unequal.
@@ -138,20 +138,20 @@ class GlobalBatchLoader(ABC):
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a whole global batch, over all workers."""
+        """Number of micro-batches in a full global batch, over all workers."""
         return self.global_batch // self.micro_batch
 
     def follow_shares(self, seconds: Sequence[float]) -> bool:
-        """Cuts the next global batches by what a micro-batch took each worker, if that is worth it.
+        """Divides the next global batches by the workers' seconds per micro-batch, if worthwhile.
 
-        Between two global batches, on all workers alike. What has been read ahead is read anew: a
-        worker without a part of the last batch may not have passed it yet.
+        Call it between two global batches, on all workers alike. Samples that were read ahead are
+        read again: a worker without a part of the last batch may not have passed it yet.
 
         Args:
-            seconds: [workers], the same on all of them.
+            seconds: seconds per micro-batch, [workers], the same on all workers.
 
         Returns:
-            Whether the cut is another now.
+            Whether the division has changed.
         """
         has_moved = self.shares.follow(seconds, self.num_micro_batches)
         if has_moved:
@@ -159,10 +159,10 @@ class GlobalBatchLoader(ABC):
         return has_moved
 
     def begin_again(self, state: Mapping[str, int]) -> None:
-        """Cuts global batches for the workers that `comm` is of now, from a position on.
+        """Divides global batches over the present workers of `comm`, from a position on.
 
         Args:
-            state: from `state_dict`.
+            state: what `state_dict` returned.
         """
         self.shares = Shares(self.shares.how, self.comm.size)
         self.load_state_dict(state)
@@ -178,18 +178,18 @@ class GlobalBatchLoader(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, int]:
-        """Where the data stands: `samples` consumed and `steps` made since the start."""
+        """The position in the data: `samples` consumed and `steps` made since the start."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a `state_dict`.
+        """Continues from a `state_dict`.
 
         Raises:
-            UsageError: if a key is missing, a value impossible, or the state of other data.
+            UsageError: if a key is missing, a value is impossible, or the state is for other data.
         """
 
     def close(self) -> None:
-        """Ends the loader's processes; asked for more, it starts new ones."""
+        """Ends the loader's processes; new ones are started when more batches are requested."""
         if self._items is not None:
             self._items.close()
             self._items = None

@@ -37,30 +37,30 @@ def loader(
     multiprocessing_context: Any = None,
     worker_init_fn: Callable[[int], None] | None = None,
 ) -> MapLoader | StreamLoader:
-    """Cuts a data set in global batches and hands each worker its micro-batches. Collective.
+    """Divides a data set into global batches, and these into workers' micro-batches. Collective.
 
-    All workers follow one order, seeded by (seed, epoch); which of them runs a micro-batch
-    changes nothing in it. Each sample is fetched with the random state of (seed, epoch,
+    All workers follow one order, seeded by (seed, epoch); it does not depend on which worker
+    runs a micro-batch. Each sample is fetched with the random state of (seed, epoch,
     sample), so that random transforms draw the same on any number of workers and processes.
 
     Args:
-        dataset: map-style, or an IterableDataset (a stream). If it has `set_epoch`, or what torch's
-            Subset, ConcatDataset or ChainDataset hold has, that is called as each epoch begins, in
-            each process that reads; else it must stay as it is.
+        dataset: map-style, or an IterableDataset (a stream). If it has `set_epoch`, or a data set
+            inside torch's Subset, ConcatDataset or ChainDataset has, this is called when each epoch
+            begins, in each process that reads; otherwise the data set must not change.
         comm: the workers that share the data.
         global_batch: samples of one optimizer step, over all workers.
         micro_batch: samples that go through the model at once; divides `global_batch`.
-        seed: start of all random states.
-        shuffle: another order in each epoch; by default True, and False for a stream, which
+        seed: seed of all random states.
+        shuffle: use another order in each epoch; by default True, but False for a stream, which
             has its own order.
-        drop_last: skip an epoch's last incomplete global batch; of sharded streams all that follow
-            the first one.
+        drop_last: skip an epoch's last incomplete global batch; of sharded streams also all batches
+            after the first incomplete one.
         stream: "replicated" if every worker reads the same stream, which gives the same model
             on any number of workers; "sharded" if each reads a part of its own, of any length.
-        shares: which part of a global batch's micro-batches each worker runs, which changes nothing
-            in the result: "equal"; a number for each worker, as [3, 1] for one that is three times
-            as fast; or "measured": by the seconds that a micro-batch takes, while it runs. The last
-            needs CPU workers and a map-style data set.
+        shares: each worker's share of a global batch's micro-batches, which does not change the
+            result: "equal"; a number for each worker, such as [3, 1] if the first is three times as
+            fast; or "measured": by the seconds that a micro-batch takes, adapted while training.
+            "measured" needs CPU workers and a map-style data set.
         collate_fn: list of samples -> micro-batch; torch's default when None.
         num_workers, pin_memory, prefetch_factor, multiprocessing_context, worker_init_fn:
             as in torch.utils.data.DataLoader, for each worker.
@@ -69,9 +69,9 @@ def loader(
         A loader for `allstep.steps`.
 
     Raises:
-        UsageError: if an argument is out of range or doesn't fit the others; later, if a stream
-            gives no global batch in an epoch.
-        DisagreementError: if workers give different data or cut it in different ways.
+        UsageError: if an argument is out of range or contradicts another; later, if a stream
+            yields no global batch in an epoch.
+        DisagreementError: if data or arguments differ between workers.
 
     Example:
         >>> import torch
