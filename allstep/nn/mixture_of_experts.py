@@ -1,4 +1,4 @@
-"""A layer of experts that are divided over the workers; each token goes to a few of them."""
+"""Mixture of experts: a layer whose experts are divided over the workers."""
 
 import math
 from collections import Counter
@@ -24,7 +24,7 @@ from allstep.nn.replicated import agreed_seed, seed_at
 
 
 class MixtureOfExperts(nn.Module):
-    """Sends each token to the `top_k` experts that a router chooses, wherever these are.
+    """Sends each token to the `top_k` experts that a router chooses, on whichever worker they are.
 
     With p = softmax(W x) over the experts and T(x) the `top_k` largest of them
 
@@ -37,45 +37,46 @@ class MixtureOfExperts(nn.Module):
     consecutive ranks that have a copy of all experts.
 
     [Note: experts and micro-batches] The model is the same on any number of workers. An expert is
-    called once for each call of the layer on any worker, on that call's tokens only: what it
-    computes and draws (dropout) belongs to the micro-batch and the expert. The capacity and the
-    balance loss are those of the call's own tokens. An expert's gradient is that of the sum of all
-    workers' losses, and `attach` leaves it to the workers that have the expert
+    called once for each call of the layer on any worker, with that call's tokens only: its results
+    and random numbers (dropout) depend on the micro-batch and the expert. The capacity and the
+    balance loss are computed from the call's own tokens. An expert's gradient is that of the sum of
+    all workers' losses; it exists only on the workers that have the expert
     [Note: divided parameters].
 
-    All workers make the layer; those of a copy call it as often as each other and in the same
-    order. In `steps` and the `Evaluator` micro-batches need not divide evenly: a worker that has
-    fewer runs its experts for the others' [Note: rounds without samples], and then layers must be
-    called once each, in the order in which the model holds them.
+    All workers construct the layer; those of a copy call it equally often and in the same order. In
+    `steps` and the `Evaluator` micro-batches need not divide evenly: a worker with fewer of them
+    runs its experts for the others [Note: rounds without samples]; then each layer must be called
+    once, in the order in which the model holds the layers.
 
-    The names of the parameters, `experts.3.weight` say, have the expert's number among all, so
+    The names of the parameters, such as `experts.3.weight`, have the expert's number among all, so
     that the union of the workers' state dicts is the state dict of one worker's model.
 
     Args:
         expert: makes an expert, which maps [tokens, in_features] to the same shape; called for
             this worker's experts only, each under a random state of its number.
-        comm: the workers, which `attach` gets as well.
-        in_features: of a token.
-        num_experts: in a copy of all, a multiple of the number of its workers.
-        top_k: experts of a token.
-        capacity_factor: with it an expert takes at most ceil(capacity_factor * top_k * tokens /
-            num_experts) tokens of a call, first choices before second ones, then in the tokens'
-            order; the others are dropped, which leaves g_i E_i(x) out of the sum. None for no
-            limit.
-        copies: of each expert, on as many workers: a divisor of their number. More than one are for
-            more workers than experts, or to keep tokens within a host.
-        seed: of the initial values; drawn from torch's generator on rank 0 if None.
-        seeded: sets the random state of an expert: (seed, device) -> context.
+        comm: the workers; pass the same to `attach`.
+        in_features: number of features of a token.
+        num_experts: number of different experts; a multiple of the number of workers in a copy.
+        top_k: number of experts per token.
+        capacity_factor: limits an expert to ceil(capacity_factor * top_k * tokens / num_experts)
+            tokens of a call, first choices before second ones, then in the tokens' order; the
+            others are dropped, which leaves g_i E_i(x) out of the sum. None for no limit.
+        copies: number of copies of each expert, on different workers; a divisor of the number of
+            workers. Use more than one for more workers than experts, or to keep tokens within a
+            host.
+        seed: seed of the initial values; drawn from torch's generator on rank 0 if None.
+        seeded: sets the random state of an expert: (seed, device) -> context manager.
 
     Attributes:
-        experts: this worker's, by their number.
-        num_dropped: how often an expert had no room for one of this worker's tokens in the last
-            call.
+        experts: this worker's experts, by number.
+        num_dropped: number of this worker's tokens in the last call for which an expert had no
+            room, counted once per expert.
 
     Raises:
-        UsageError: if the experts don't divide, a number is out of range, or an expert has batch
-            norm with running statistics, a lazy parameter or one of another expert.
-        DisagreementError: if workers pass other numbers.
+        UsageError: if the experts can't be divided equally, a number is out of range, or an expert
+            has batch norm with running statistics, a lazy parameter, or a parameter of another
+            expert.
+        DisagreementError: if the arguments differ between workers.
 
     Example:
         >>> comm = Communicator.single_process()
@@ -142,21 +143,21 @@ class MixtureOfExperts(nn.Module):
         """Computes the layer; all workers call it.
 
         Args:
-            x: [*, in_features], maybe without a token.
+            x: [*, in_features]; may have no tokens.
 
         Returns:
-            y, of x's shape; and the balance loss, a scalar that is 1 where the experts are used
-            evenly and larger where they are not. With f_i the share of the call's choices that
-            fall on expert i, dropped ones included, and P_i the mean of p_i over its tokens
+            y, of x's shape; and the balance loss, a scalar that is 1 if the experts are used evenly
+            and larger if not. With f_i the share of the call's choices that fall on expert i,
+            including dropped ones, and P_i the mean of p_i over its tokens
 
                 balance_loss = num_experts * sum_i f_i P_i
 
-            Add a small multiple of it, 0.01 say, to the loss.
+            Add a small multiple of it, such as 0.01, to the loss.
 
         Raises:
-            UsageError: if x has another number of features, an expert changes the shape, or DDP is
-                around the layer.
-            DisagreementError: if another worker calls another layer, or in another mode.
+            UsageError: if x has another number of features, an expert changes the shape, or the
+                layer is inside DDP.
+            DisagreementError: if another worker calls another layer, or calls it in another mode.
         """
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise UsageError(
@@ -200,7 +201,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def serve(self) -> Tensor:
-        """Runs this worker's experts in others' call of the layer, without tokens of its own.
+        """Takes part in other workers' call of the layer, without tokens of its own.
 
         Returns:
             A zero to call `backward` on.
@@ -211,14 +212,14 @@ class MixtureOfExperts(nn.Module):
         return self._through_experts(no_tokens, [0] * self.num_experts, seed=0).sum()
 
     def _in_order_of_experts(self, choices: Tensor) -> tuple[list[int], Tensor, Tensor]:
-        """Which choices are taken.
+        """The choices that are not dropped, in the order of the experts.
 
         Args:
             choices: expert numbers, [tokens, top_k].
 
         Returns:
-            How many tokens each expert takes; the places of these among all choices, first choices
-            first, in the order of the experts; and how often each expert was chosen.
+            The number of tokens that each expert takes; their indices among all choices (first
+            choices first), in the order of the experts; and how often each expert was chosen.
         """
         chosen = choices.t().reshape(-1)
         counts = chosen.bincount(minlength=self.num_experts)
@@ -235,12 +236,12 @@ class MixtureOfExperts(nn.Module):
         return taken.tolist(), places, counts
 
     def _through_experts(self, sent: Tensor, num_sent: Sequence[int], seed: int) -> Tensor:
-        """What the experts make of tokens, wherever they are. Collective.
+        """The experts' outputs for tokens, on whichever workers the experts are. Collective.
 
         Args:
             sent: [tokens, in_features], in the order of the experts.
-            num_sent: how many of them go to each expert.
-            seed: what they draw belongs to.
+            num_sent: number of tokens for each expert.
+            seed: seed of the experts' random numbers.
 
         Returns:
             [tokens, in_features], in the same order.
@@ -279,12 +280,12 @@ class MixtureOfExperts(nn.Module):
 
 @dataclass(frozen=True)
 class _Call:
-    """What a worker tells the others of its call of a layer.
+    """A worker's description of its call of a layer, for the other workers.
 
     Attributes:
-        num_sent: how many tokens go to each expert.
-        seed: of what experts draw.
-        autocast: the dtype of the call's autocast, in words; None without.
+        num_sent: number of tokens for each expert.
+        seed: seed of the experts' random numbers.
+        autocast: name of the dtype of the call's autocast; None without autocast.
     """
 
     num_sent: Sequence[int]
@@ -293,7 +294,7 @@ class _Call:
 
     @classmethod
     def of(cls, num_sent: Sequence[int], seed: int, device: torch.device) -> "_Call":
-        """A call in the present context."""
+        """The description of a call in the current autocast context."""
         autocast = None
         if torch.is_autocast_enabled(device.type):
             autocast = dtype_name(torch.get_autocast_dtype(device.type))
@@ -306,7 +307,7 @@ class _Call:
         expert: int,
         device: torch.device,
     ) -> Iterator[None]:
-        """Around an expert, as if it were on the worker that calls."""
+        """The context in which an expert runs as on the worker that makes the call."""
         dtype = None if self.autocast is None else dtype_of_name(self.autocast)
         with ExitStack() as stack:
             stack.enter_context(seeded(seed_at(self.seed, expert), device))
@@ -315,7 +316,7 @@ class _Call:
 
 
 def _layers(model: nn.Module) -> list[MixtureOfExperts]:
-    """Those whose experts are on several workers."""
+    """The layers whose experts are on several workers."""
     modules = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
     return [layer for layer in modules if layer.experts.comm.size > 1]
 
@@ -323,17 +324,17 @@ def _layers(model: nn.Module) -> list[MixtureOfExperts]:
 def serve_others(
     model: nn.Module, num_calls: int, begin_micro_batch: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs this worker's experts for calls that only others make. Collective if any has such.
+    """Runs this worker's experts for calls that only others make. Collective if there are any.
 
     [Note: rounds without samples] Workers meet in each call of a layer with experts. Those with
-    fewer micro-batches begin with calls without samples, so that all come to their last
-    micro-batch, on which the exchange rides, in the same round. Where FSDP2 has sharded the model
-    they end with calls of all of it. [Note: fully sharded models]
+    fewer micro-batches begin with calls without samples, so that all reach their last micro-batch,
+    with which the exchange overlaps, in the same round. If FSDP2 has sharded the model they end
+    with calls of the whole model. [Note: fully sharded models]
 
     Args:
-        model: the same on all workers; whether its backward pass runs too, the gradient mode says.
-        num_calls: how often this worker is about to call it.
-        begin_micro_batch: called before the calls of another micro-batch.
+        model: the same on all workers; in grad mode its backward pass runs, too.
+        num_calls: number of calls that this worker is about to make.
+        begin_micro_batch: called before the calls of each micro-batch.
     """
     layers = _layers(model)
     if not layers or fsdp_modules(model):
@@ -349,9 +350,9 @@ def serve_others(
 
 @contextmanager
 def serving(model: nn.Module) -> Iterator[None]:
-    """Around a call in which layers run their experts for calls of others only.
+    """Encloses a call in which layers only run their experts for other workers' calls.
 
-    The samples of the call pass by them as they are. [Note: rounds without samples]
+    The layers return the call's own samples unchanged. [Note: rounds without samples]
     """
     layers = _layers(model)
     for layer in layers:
@@ -408,7 +409,7 @@ def _fault(
     copies: int,
     size: int,
 ) -> str | None:
-    """What is wrong with the arguments, in words."""
+    """The error message for wrong arguments."""
     if isinstance(expert, nn.Module) or not callable(expert):
         return (
             f"`expert` (a {type(expert).__name__}) must be a function that makes an expert, such as"

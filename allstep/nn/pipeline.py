@@ -1,4 +1,4 @@
-"""A model in stages on several workers, which torch's pipeline schedules keep at work together."""
+"""Pipeline parallelism: a model in stages on several workers, by torch's pipeline schedules."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,41 +28,43 @@ _MOST_SCHEDULES = 8  # that are kept: each has memory for what its micro-batches
 
 
 class Pipeline(nn.Module):
-    """A model whose stages lie on the workers along an axis of a mesh, by torch's schedules.
+    """A model whose stages are divided over the workers along an axis of a mesh.
 
-    `batch.run(model)` takes the place of the loop over a global batch's micro-batches. They all go
-    through one of the schedules of `torch.distributed.pipelining`, and each loss is weighed as
-    `batch.backward` weighs it. Attach the model along another axis, `attach(model, mesh["data"])`:
-    all workers along the pipeline get the same micro-batches, and exchange once a global batch.
-    Torch's `fully_shard` may shard each of `stages` for itself over that axis.
+    `batch.run(model)` replaces the loop over a global batch's micro-batches. They all go through
+    one of the schedules of `torch.distributed.pipelining`, and each loss is weighed as in
+    `batch.backward`. Attach the model along another axis, `attach(model, mesh["data"])`: all
+    workers along the pipeline get the same micro-batches, and exchange once a global batch.
+    Torch's `fully_shard` may shard each of `stages` separately over that axis.
 
-    [Note: stages] A stage draws by the micro-batch and its own number: in one process, too, each
-    is called under a random state of (seed, step, micro-batch, stage), so that dropout's masks
-    are the same however many workers share the stages.
+    [Note: stages] A stage's random numbers depend on the micro-batch and the stage's number: also
+    in one process each stage is called under a random state of (seed, step, micro-batch, stage), so
+    that dropout's masks are the same however many workers share the stages.
 
     Args:
-        stages: modules, or what makes them, called where they belong under a random state of
-            theirs; the same on all workers. Each takes what the one before returns, a tensor or a
-            tuple of tensors of the same shapes for all micro-batches of the same shapes.
-        mesh: of all workers of torch.distributed's default group, with an axis for data.
-        loss: (what the last stage returns, micro-batch) -> the mean over its samples.
-        inputs: micro-batch -> the first stage's; a tensor, or a tuple of them.
-        weight: micro-batch -> the weight of its loss, which then is a sum; see `batch.backward`.
-        axis: of the mesh, over which the stages are divided: neighbours together, but with
+        stages: modules, or functions that make them, which are called only on the workers that need
+            them, each under a random state of its number; the same on all workers. Each stage takes
+            the output of the previous one: a tensor or a tuple of tensors, of the same shapes for
+            all micro-batches of equal shapes.
+        mesh: a mesh of all workers of torch.distributed's default group, with an axis for data.
+        loss: (output of the last stage, micro-batch) -> mean loss over its samples.
+        inputs: micro-batch -> input of the first stage: a tensor, or a tuple of tensors.
+        weight: micro-batch -> weight of its loss, which then is a sum; see `batch.backward`.
+        axis: the mesh's axis over which the stages are divided: in contiguous blocks, or with
             "interleaved" in turns.
         schedule: torch's ScheduleGPipe ("gpipe"), Schedule1F1B ("1f1b") or
-            ScheduleInterleaved1F1B ("interleaved"). What is left over, a last micro-batch with
-            fewer samples or fewer micro-batches than 1F1B takes, goes through in a run of its own.
+            ScheduleInterleaved1F1B ("interleaved"). The remainder (a last micro-batch with fewer
+            samples, or fewer micro-batches than 1F1B takes) goes through in a separate run.
 
     Attributes:
-        stages: this worker's modules by their numbers among all.
+        stages: this worker's modules, by their numbers among all.
         weight: as given.
 
     Raises:
-        UsageError: before anything runs, if the stages don't divide by the axis's length, if there
-            is no such schedule or axis, if stages share a parameter, or if one has batch norm's
-            running statistics, or experts on workers that are no axis of the mesh.
-        DisagreementError: if workers describe other pipelines.
+        UsageError: before anything runs, if the number of stages is not divisible by the axis's
+            length, if the schedule or axis doesn't exist, if stages share a parameter, or if one
+            has batch norm's running statistics, or experts on workers that are not along an axis of
+            the mesh.
+        DisagreementError: if the pipelines differ between workers.
 
     Example:
         >>> import allstep
@@ -121,17 +123,17 @@ class Pipeline(nn.Module):
 
     @property
     def num_workers(self) -> int:
-        """That share the stages."""
+        """Number of workers that share the stages."""
         return self._comm.size
 
     @property
     def fewest_micro_batches(self) -> int:
-        """That the schedule takes."""
+        """The smallest number of micro-batches that the schedule takes."""
         return self._num_parts if self._schedule == "1f1b" else 1
 
     @property
     def keeps_in_step(self) -> bool:
-        """Whether copies take equally many micro-batches. [Note: copies in step]"""
+        """Whether all copies must run equally many micro-batches. [Note: copies in step]"""
         return self._copies_in_step is not None
 
     @property
@@ -149,14 +151,13 @@ class Pipeline(nn.Module):
         return None if name is None else mesh[name]
 
     def forward(self, *values: Tensor) -> Any:
-        """What the last stage returns, on a worker that has all stages. [Note: stages]
+        """The last stage's output, on a worker that has all stages. [Note: stages]
 
         Args:
-            values: what the first stage takes.
+            values: input of the first stage.
 
         Raises:
-            UsageError: on several workers, of which each has some of the stages, or where copies
-                keep in step.
+            UsageError: if the stages are on several workers, or if copies keep in step.
         """
         if self._comm.size > 1 or self.keeps_in_step:
             raise UsageError(
@@ -184,15 +185,16 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def measure(self, function: Callable[[nn.Module, Any], T], micro_batch: Any) -> T:
-        """What a function of a whole model makes of a micro-batch, on all workers. Collective.
+        """The result of a function of the whole model for a micro-batch. Collective.
 
         Args:
-            function: (model, micro-batch) -> plain data or tensors; on several workers it is called
-                where the last stage is, with a model that returns what this did.
+            function: (model, micro-batch) -> plain data or tensors; with several workers it is
+                called on the last stage's worker, with a model that returns this model's output.
             micro_batch: the same on all workers that share the stages, on their devices.
 
         Returns:
-            Its result. Call `eval()` before and `train()` after it, as for any module.
+            The result, on all workers. Call `eval()` before and `train()` after it, as for any
+            module.
         """
         if self._comm.size == 1 and not self.keeps_in_step:
             return function(self, micro_batch)
@@ -215,21 +217,21 @@ class Pipeline(nn.Module):
         factors: Sequence[float] | None = None,
         begin_backward: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Takes them through the stages, and back with gradients; `Batch.run` calls it.
+        """Runs micro-batches forward and, in grad mode, backward; `Batch.run` calls it.
 
-        [Note: copies in step] Where stages have experts on several workers, or FSDP2 has sharded
-        them, copies of the model take as many micro-batches through the same schedule, so that all
-        come to the same layers in the same order: those with fewer repeat one, or take one of
-        another copy's, which has no loss, and in which they run their experts for the others only.
+        [Note: copies in step] If stages have experts on several workers, or FSDP2 has sharded them,
+        all copies of the model run equally many micro-batches through the same schedule, so that
+        all reach the same layers in the same order: copies with fewer micro-batches repeat one, or
+        use one of another copy, without a loss; in these they only run their experts for others.
 
         Args:
             micro_batches: the same on all workers that share the stages.
-            seeds: of their random numbers; None draws some.
-            factors: of their losses, in the gradients; None for 1.
+            seeds: seeds of their random numbers; None to draw some.
+            factors: factors of their losses in the gradients; None for 1.
             begin_backward: called when a stage's backward pass of a micro-batch begins.
 
         Returns:
-            Their losses, [n], float64, on all of them.
+            The losses, [n], float64, on all these workers.
         """
         n = len(micro_batches)
         if seeds is None:
@@ -245,10 +247,10 @@ class Pipeline(nn.Module):
         return losses
 
     def _runs_of_shape(self, micro_batches: Sequence[Any]) -> list[list[int]]:
-        """Numbers of those that follow each other and have the same shapes.
+        """Divides micro-batches into runs of equal shapes.
 
         Raises:
-            UsageError: if the shapes differ in more than the last one.
+            UsageError: if the shapes of others than the last one differ.
         """
         shapes = [shapes_of(self._micro_batches.inputs_of(data)) for data in micro_batches]
         runs = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
@@ -262,10 +264,10 @@ class Pipeline(nn.Module):
         return runs
 
     def _lengthen(self, runs: list[list[int]], micro_batches: Sequence[Any]) -> list[Values]:
-        """Makes the runs as long as the longest of all copies. [Note: copies in step]
+        """Extends the runs to the length of the longest copy's. [Note: copies in step]
 
         Returns:
-            The first stage's inputs of what is run for that, whose numbers follow on the others.
+            The first stage's inputs of the added micro-batches, whose numbers follow the others'.
         """
         copies = self._copies_in_step
         if copies is None:
@@ -288,7 +290,7 @@ class Pipeline(nn.Module):
         return repeated
 
     def _portions_of(self, run: list[int]) -> Iterator[list[int]]:
-        """Those that go through a schedule together."""
+        """The portions of a run that go through a schedule together."""
         for length in _lengths(len(run), self._comm.size, self._schedule):
             yield run[:length]
             run = run[length:]
@@ -316,7 +318,7 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
-        """Torch drops those of modules with shards of FSDP2 where a schedule finds out shapes."""
+        """Restores gradients of FSDP2's modules: torch drops them when a schedule infers shapes."""
         parameters = list(self.stages.parameters())  # experts' are no shards, and dropped, too
         are_sharded = any(map(is_dtensor, parameters))
         held = [(p, p.grad) for p in parameters if are_sharded and p.grad is not None]
@@ -327,9 +329,9 @@ class Pipeline(nn.Module):
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
     def _trained(self) -> Hashable:
-        """Tells which parameters of all workers are trained; None without gradients.
+        """Which parameters of all workers are trained; None without gradients.
 
-        A schedule finds out when it is made between which stages gradients flow, and layers may be
+        A schedule determines when it is made between which stages gradients flow, but layers may be
         frozen or thawed later.
         """
         if not torch.is_grad_enabled():
@@ -354,7 +356,7 @@ class Pipeline(nn.Module):
         )
 
     def _run_together(self, schedule: "_PipelineSchedule", numbers: list[int]) -> None:
-        """By torch's schedule, which gets the micro-batches' numbers in place of their data."""
+        """Runs torch's schedule, which gets the micro-batches' numbers in place of their data."""
         each = torch.tensor(numbers)
         args = (each,) if "0" in self.stages else ()
         call = schedule.step if torch.is_grad_enabled() else schedule.eval
@@ -372,7 +374,7 @@ class Pipeline(nn.Module):
             raise
 
     def _new_schedule(self, num_micro_batches: int) -> "_PipelineSchedule":
-        """It finds the shapes of what stages send each other in its first run."""
+        """Makes a schedule, which infers the shapes of messages between stages in its first run."""
         from torch.distributed.pipelining import (
             PipelineStage,
             Schedule1F1B,
@@ -406,7 +408,7 @@ class Pipeline(nn.Module):
 
 
 def num_calls_of(model: nn.Module, num_micro_batches: int) -> int:
-    """How often a worker with so many micro-batches calls a model: a pipeline takes all at once."""
+    """How often a worker calls a model for its micro-batches; a pipeline takes all in one call."""
     return 1 if isinstance(model, Pipeline) else num_micro_batches
 
 
