@@ -15,7 +15,7 @@ Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def signature(tensors: dict[str, Tensor]) -> Signature:
-    """Name, shape and kind of each tensor: what workers must agree on."""
+    """Name, shape and kind of each tensor, which must be equal on all workers."""
     return tuple(
         (name, () if is_lazy(t) else tuple(t.shape), "lazy" if is_lazy(t) else _kind(t))
         for name, t in tensors.items()
@@ -23,9 +23,9 @@ def signature(tensors: dict[str, Tensor]) -> Signature:
 
 
 def _kind(tensor: Tensor) -> str:
-    """The dtype, the order in memory where it is not the usual one, and whether it is frozen.
+    """The dtype, the memory order if it is not contiguous, and whether the tensor is frozen.
 
-    Elements are summed in the order in which they lie, and frozen parameters take no part.
+    Elements are summed in memory order, and frozen parameters are not exchanged.
     """
     kind = str(tensor.dtype)
     if not tensor.is_contiguous():
@@ -44,13 +44,13 @@ def sparse_gradient_message(name: str) -> str:
 
 
 class Snapshot:
-    """Modules and their parameters as they are now, to find what changes; looking is cheap."""
+    """A snapshot of modules and their parameters, to detect changes; comparing is cheap."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.note(modules)
 
     def note(self, modules: Iterable[nn.Module]) -> None:
-        """Takes them as they are now."""
+        """Takes a snapshot of the modules."""
         self._children = tuple(_children(modules))
         self._lengths = tuple(map(len, self._children))
         items = [(c, key, value) for c in self._children for key, value in c.items()]
@@ -73,7 +73,7 @@ class Snapshot:
         )
 
     def _are_replaced(self) -> bool:
-        """Not by `torch.func.functional_call`, which puts tensors there for one forward."""
+        """Whether parameters were replaced, except by `functional_call` for a single forward."""
         present = tuple(map(dict.get, self._holders, self._keys))
         if all(map(is_, present, self._values)):
             return False
@@ -90,12 +90,13 @@ class Snapshot:
 class ParameterSet(Snapshot):
     """A model's parameters that require gradients, in the model's order, each once.
 
-    Those of divided modules are not among them [Note: divided parameters], nor what FSDP2 has
-    sharded, whose modules hold other tensors in the middle of a pass. [Note: fully sharded models]
+    Parameters of divided modules are not included [Note: divided parameters], nor those that FSDP2
+    has sharded, whose modules hold other tensors during a pass. [Note: fully sharded models]
 
     Attributes:
         trained: name -> parameter that requires a gradient and has a shape.
-        fully_sharded: name -> this worker's shard of what FSDP2 has sharded, frozen or not.
+        fully_sharded: name -> this worker's shard of a parameter that FSDP2 has sharded, frozen or
+            not.
         tensors: name -> parameter or buffer that has a shape.
         modules: all modules.
     """
@@ -108,10 +109,10 @@ class ParameterSet(Snapshot):
         self.refresh()
 
     def refresh(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
-        """Takes the model as it is now.
+        """Adapts to the present model.
 
         Returns:
-            Those of `tensors` and of `trained` that were not among them before.
+            The new entries of `tensors` and of `trained`.
         """
         known, trained = (set(map(id, x.values())) for x in (self.tensors, self.trained))
         check_module(self._model)
@@ -148,7 +149,7 @@ class ParameterSet(Snapshot):
         return super().has_joined() or not all(map(is_lazy, self.lazy))
 
     def used_too_early(self, divided: Container[str]) -> str | None:
-        """The name of one that has a gradient and was not taken up, and is not divided."""
+        """The name of a parameter with a gradient that is neither known nor divided, if any."""
         if self.has_joined():
             known = set(self.trained.values())
             for name, p in self._model.named_parameters():
@@ -158,7 +159,7 @@ class ParameterSet(Snapshot):
         return None
 
     def held(self, ids: set[int]) -> set[int]:
-        """Those that are of a parameter of the model, frozen or not, joined since or not."""
+        """The ids among `ids` of the model's parameters, including frozen and new ones."""
         found = ids & self._ids
         if len(found) < len(ids) and self.has_joined():
             return ids & set(map(id, self._model.parameters()))
@@ -166,9 +167,9 @@ class ParameterSet(Snapshot):
 
 
 def left_out_of_shards(model: nn.Module) -> list[nn.Module]:
-    """The experts of a lone worker that FSDP2 was told to leave out, and what is inside of them.
+    """A single worker's experts that FSDP2 was told to ignore, with their submodules.
 
-    Those of several workers are divided.
+    Experts on several workers are divided modules.
     """
     alone = (m for m in model.modules() if isinstance(m, DividedModules) and m.comm.size == 1)
     return [

@@ -1,4 +1,4 @@
-"""What is done with all gradients of a model at once, also where workers have parts of it."""
+"""Operations on all gradients of a model, which may be divided over workers."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,18 +25,18 @@ from allstep.torch_classes import is_dtensor, is_first_copy, local_part
 
 
 class PartGradients:
-    """The gradients of this worker's experts, stages and other parts, and what others must know.
+    """The gradients of this worker's part of a model, for norms and checks over all parts.
 
     Args:
         model: the attached model.
-        parameters: those of its parameters that are exchanged.
-        divided: those that only this worker has.
+        parameters: its parameters that are exchanged.
+        divided: its divided parameters on this worker.
         comm: the workers that the model is attached to.
-        is_exact: whether a norm must not depend on who has which part.
+        is_exact: whether a norm must not depend on how the model is divided.
 
     Attributes:
-        shards: name -> shard, of parameters of which workers along another axis have other parts.
-        cut: name -> workers that have the parts of a parameter, as shards or in windows.
+        shards: name -> shard, for parameters that are sharded along another axis.
+        cut: name -> the workers that hold a parameter's parts, as shards or in windows.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class PartGradients:
         self._has_told = False
 
     def clip_norm_(self, max_norm: float) -> Tensor:
-        """Scales all by their norm, which is the same on all workers of a copy. Collective.
+        """Scales all gradients by their norm, the same on all workers of a copy. Collective.
 
         norm = sqrt(sum over whole w of |g_w|^2 + sum over workers r and their parts p of |g_pr|^2)
 
-        What lies in the stages of a pipeline or a chain is a part along their axis.
+        The stages of a pipeline or a chain are parts along their axis.
         """
         trained = list(self.by_name.values())
         own, exchanged = self._divided.by_name, self._parameters.trained
@@ -96,10 +96,10 @@ class PartGradients:
         return norm
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.unscale_(optimizer)`, whose findings all workers of a copy share. Collective.
+        """As `scaler.unscale_(optimizer)`, with one result for all workers of a copy. Collective.
 
         Raises:
-            UsageError: if FSDP2 has sharded the model, and it has experts.
+            UsageError: if FSDP2 has sharded the model and it has experts.
         """
         if not scaler.is_enabled():
             return
@@ -123,11 +123,11 @@ class PartGradients:
         self.note_global()
 
     def note_global(self) -> None:
-        """The gradients are as an update wants them."""
+        """Records that the gradients are complete."""
         self._versions = self._seen() if self.workers else None
 
     def warn_if_changed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tells once of what has changed them since, having seen one worker's part."""
+        """Warns once if gradients were changed since, as by clipping only this worker's part."""
         before, self._versions = self._versions, None
         if before is None or self._has_told or before == self._seen():
             return
@@ -142,22 +142,22 @@ class PartGradients:
 
     @property
     def by_name(self) -> dict[str, nn.Parameter]:
-        """name -> parameter that may have a gradient here, exchanged or this worker's only."""
+        """name -> parameter that may have a gradient on this worker, exchanged or divided."""
         parameters = self._parameters
         return {**parameters.trained, **parameters.fully_sharded, **self._divided.by_name}
 
     @property
     def workers(self) -> list[Communicator]:
-        """Those that have other gradients of the same copy, along each axis over which parts lie.
+        """The workers along each axis over which this copy of the model is divided.
 
-        A collective of each of them, in this order, tells all: stages come last, as some may have
-        no layers that are cut.
+        Collectives along each of them, in this order, reach all: stages come last, because some may
+        have no sharded layers.
         """
         over_data = [self._comm] if self._divided.has_modules else []
         return [*self._along_cuts, *over_data, *self._along_stages]
 
     def _seen(self) -> list[float]:
-        """What changes with the gradients."""
+        """Numbers that change when gradients do: versions, and first elements of DTensors."""
         found = [x for x in (p.grad for p in self.by_name.values()) if x is not None]
         # Foreach operations on DTensors, as torch's clipping is, leave `_version` as it was.
         first = [local_part(x).detach().flatten()[:1] for x in found if is_dtensor(x)]
@@ -165,16 +165,16 @@ class PartGradients:
         return [*numbers, *(x._version for x in found)]
 
     def _beside_stages(self) -> set[str]:
-        """The names of parameters, frozen or not, that lie in none, where there are stages."""
+        """The names of parameters outside of stages, frozen or not, if there are stages."""
         names = [name for name, _ in self._model.named_parameters()] if self._along_stages else []
         return {name for name in names if not name.startswith(self._in_stages)}
 
     def _over_stages(
         self, total: Tensor, beside: Collection[str], parameters: Mapping[str, nn.Parameter]
     ) -> Tensor:
-        """Adds what others have in their stages, and what lies beside the stages. Collective.
+        """Adds the squares of others' stages, and of parameters outside of stages. Collective.
 
-        That counts once: workers that use it have the same gradient of it, others none or zeros.
+        The latter count once: workers that use them have equal gradients, others none or zeros.
         """
         if not beside:  # and no need for the host to wait
             for comm in self._along_stages:
@@ -197,7 +197,7 @@ class PartGradients:
     def _square_of_whole(
         self, parameters: Mapping[str, nn.Parameter], left_out: Collection[str] = ()
     ) -> Tensor:
-        """Of parameters by name, with the parts that others have of them. Collective."""
+        """The squared norm of parameters, including other workers' parts of them. Collective."""
         if left_out:
             parameters = {name: p for name, p in parameters.items() if name not in left_out}
         total = self._square(p for name, p in parameters.items() if name not in self.cut)
@@ -207,7 +207,7 @@ class PartGradients:
         return total
 
     def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """In float64, as one worker may have no gradient and another many; digits if exact."""
+        """The squared norm in float64, whatever gradients this worker has; digits if exact."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self._is_exact and gradients and is_dtensor(gradients[0]):
             return self._comm.all_reduce(self._digits_of_shards(gradients))
@@ -219,24 +219,24 @@ class PartGradients:
         return self._squares(gradients).sum()
 
     def _squares(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of each one's norm, which is real, in float64."""
+        """Each gradient's squared norm, which is real, in float64."""
         if not gradients:
             return torch.zeros(1, dtype=torch.float64, device=self._comm.device)
         norms = [norm.to(self._comm.device) for norm in torch._foreach_norm(list(gradients))]
         return torch.stack(norms).to(torch.float64).square()
 
     def _digits_of_shards(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of this worker's, unless another counts them; norms depend on where a gradient is cut."""
+        """The digits of this worker's shards, unless another worker counts them."""
         own = [x for x in gradients if is_dtensor(x) and is_first_copy(x)]
         digits = [digits_of_squares(local_part(x)) for x in own]
         return torch.stack(digits).sum(0) if digits else digits_of(torch.zeros(()))
 
 
 def begin_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Makes a scale, as a first loss does, for a worker that had no micro-batch yet."""
+    """Initialises the scale, as a first loss does, for a worker that had no micro-batch yet."""
     scaler.scale(torch.zeros((), device=device))
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """Of DTensors' gradients, whose parts' norms FSDP2's workers add up. Collective then."""
+    """The whole norm of DTensors' gradients, summed over FSDP2's workers. Collective for these."""
     return norm.full_tensor() if is_dtensor(norm) else norm

@@ -1,29 +1,29 @@
-"""Numbers that ride behind gradients: what workers compare, and what they tell each other.
+"""Numbers that are sent behind gradients: comparisons of the workers, and their notes.
 
-[Note: agreement in the tail] An exchange sends no message of its own to find out whether the
-workers mean the same one. Behind the gradients of the first bucket each worker writes the
-digits d of its fingerprint, once as they are and once negated, so that worker k's digits meet
-worker k + 1's:
+[Note: agreement in the tail] An exchange sends no separate message to find out whether the
+workers make the same exchange. Behind the gradients of the first bucket each worker writes the
+digits d of its fingerprint, once unchanged and once negated, so that worker k's digits are added
+to worker k + 1's:
 
     block k:  +d of worker k,  -d of worker k + 1,  0 of the others
 
 After the sum a block is zero exactly where the two agree, in any number format in which whole
 numbers up to 127 are exact, and the blocks that aren't zero name the workers. The digits of a
-checksum, which may lie on a device, are added to them: [Note: state sweep]. Behind the last bucket
-ride a mark for a worker that failed, and for each parameter whether this worker has a gradient for
-it: their sum is positive where any has.
+checksum, which may be on a device, are added to them: [Note: state sweep]. Behind the last bucket
+are a mark of workers that failed, and for each parameter whether this worker has a gradient for
+it: their sum is positive if any worker has.
 
-[Note: notes] Behind the comparison each worker has a place of its own, of digits up to 127, that
-stays zero with the others; so the sum is what all have written. There stand the weights of its
-losses ([Note: weights]) and where the time of its last step went (`stragglers.py`).
+[Note: notes] Behind the comparison each worker has its own section, of digits up to 127, which the
+others leave zero; so the sum holds what all have written. A section has the weights of the worker's
+losses ([Note: weights]) and the times of its last step (`stragglers.py`).
 
-[Note: late reading] On the CPU a worker looks at the sums as soon as it has them, and stops
-before it sends what others don't expect. On an accelerator looking would make the host wait for the
-device in every step. There the few numbers are copied behind the exchange, and the host reads
-them when the next exchange starts, or anything else that all workers do together: by then they
-have long arrived. So a disagreement comes to light one step late, on every worker at the same
-point, and after one update that is not to be used. All buckets are sent in any case, for the
-next collective would meet them.
+[Note: late reading] On the CPU a worker reads the sums as soon as it has them, and stops before it
+sends anything that the others don't expect. On an accelerator reading would make the host wait for
+the device in every step. There the few numbers are copied after the exchange, and the host reads
+them when the next exchange, or any other collective operation, starts: by then they have long
+arrived. So a disagreement is found one step late, on every worker at the same point, and after one
+update that must not be used. All buckets are sent in any case, because the next collective would
+meet them.
 """
 
 import zlib
@@ -52,7 +52,7 @@ _NUM_NOTE = _TIMES.stop
 
 
 def check_size(size: int) -> int:
-    """Elements that the comparison of `size` workers takes.
+    """Number of elements in the comparison of `size` workers.
 
     >>> check_size(1), check_size(3)
     (0, 12)
@@ -61,13 +61,13 @@ def check_size(size: int) -> int:
 
 
 def write_check(check: Tensor, rank: int, fingerprint: int, words: Tensor | None = None) -> None:
-    """This worker's part of the comparison.
+    """Writes this worker's part of the comparison.
 
     Args:
         check: [check_size(size)]; overwritten.
-        rank: this worker.
-        fingerprint: what workers should agree on; its lowest 28 bits are compared.
-        words: whole numbers on the device of `check` that should be the same, too.
+        rank: this worker's rank.
+        fingerprint: a number that must be equal on all workers; its lowest 28 bits are compared.
+        words: whole numbers on the device of `check` that must be equal, too.
     """
     if not check.numel():
         return
@@ -84,7 +84,7 @@ def write_check(check: Tensor, rank: int, fingerprint: int, words: Tensor | None
 
 
 def disagreeing_ranks(check: Tensor) -> Sequence[int]:
-    """The workers whose neighbour has another fingerprint; empty if all agree.
+    """The ranks whose neighbour has another fingerprint; empty if all agree.
 
     Args:
         check: [check_size(size)], summed over the workers.
@@ -101,18 +101,18 @@ def disagreeing_ranks(check: Tensor) -> Sequence[int]:
 
 
 def note_size(size: int) -> int:
-    """Elements of what `size` workers tell each other in an exchange."""
+    """Number of elements in the notes of `size` workers."""
     return _NUM_NOTE * size if size > 1 else 0
 
 
 def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
-    """What this worker tells the others, in its own place; theirs stay zero.
+    """Writes this worker's note in its own section; the others stay zero.
 
     Args:
         notes: [note_size(size)]; overwritten.
-        rank: this worker.
-        weighing: of its losses.
-        times: of its last step.
+        rank: this worker's rank.
+        weighing: the weights of its losses.
+        times: the times of its last step.
     """
     notes.zero_()
     if notes.numel():
@@ -122,27 +122,27 @@ def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes)
 
 
 def note_of(weighing: Weighing, times: WorkerTimes) -> bytes:
-    """One worker's digits, as they travel where there are no gradients to ride behind.
+    """One worker's note as a separate message, if there are no gradients to send it with.
 
     Args:
-        weighing: of its losses.
-        times: of its last step.
+        weighing: the weights of its losses.
+        times: the times of its last step.
     """
     weights = (weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units))
     return bytes((*weights, *times.digits()))
 
 
 def notes_of(told: Sequence[bytes]) -> Tensor:
-    """The workers' notes as `write_note` and a sum make them, of each worker's `note_of`."""
+    """The workers' notes, as a sum of `write_note`'s, from each worker's `note_of`."""
     return torch.tensor(list(b"".join(told)), dtype=torch.float64)
 
 
 def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
-    """The weights' sum over the workers; None where losses were means.
+    """The sum of weights over the workers; None if losses were means.
 
     Args:
-        notes: [note_size(size)], summed; empty if nobody else's are there.
-        weighing: of this worker's losses.
+        notes: [note_size(size)], summed; empty for a single worker.
+        weighing: the weights of this worker's losses.
     """
     if weighing.has_means:
         return None
@@ -159,12 +159,12 @@ def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
 
 
 def refuse_mixed_weights(notes: Tensor) -> None:
-    """Raises UsageError where some workers weighed sums and others means; on all alike."""
+    """Raises UsageError on all workers if some gave weighted sums and others means."""
     kinds = notes.view(-1, _NUM_NOTE)[:, :2] > 0
     if notes.numel() and kinds.any(0).all():
         raise UsageError(mixed_message(*kinds.T.tolist()))
 
 
 def times_in(notes: Tensor) -> Tensor:
-    """Where each worker's time went, [size, NUM_TIME_DIGITS], for `times_of`."""
+    """Each worker's times, as digits [size, NUM_TIME_DIGITS] for `times_of`."""
     return notes.view(-1, _NUM_NOTE)[:, _TIMES]
