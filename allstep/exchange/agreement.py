@@ -1,4 +1,4 @@
-"""Workers make sure that they came for the same thing before they exchange it."""
+"""Checks that all workers make the same exchange, before they make it."""
 
 from collections.abc import Mapping
 from functools import partial

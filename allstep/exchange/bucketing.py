@@ -1,4 +1,4 @@
-"""Decides which parameters travel together, better as more is known of the backward pass."""
+"""Decides which parameters share a bucket, from what is known of the backward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,17 +15,17 @@ _TUNED_AFTER = 3  # exchanges; the first are slower than the rest
 
 
 class Bucketing:
-    """Buckets by a guess, then by the first backward pass's order, then of the best size.
+    """Chooses buckets by a guess, then by the first backward pass's order, then of the best size.
 
     Args:
         comm: the workers.
-        reducer: of the buckets.
-        policy: how large buckets are; "auto" measures.
+        reducer: sums the buckets.
+        policy: says how large buckets are; "auto" measures.
 
     Attributes:
-        is_recorded: whether the buckets follow a backward pass's order.
-        comes_twice: whether a gradient grew after it was ready, in the pass that was recorded:
-            reentrant checkpointing.
+        is_recorded: whether the buckets follow a recorded backward pass.
+        comes_twice: whether a gradient was added to after it was ready in the recorded pass, as
+            with reentrant checkpointing.
     """
 
     def __init__(self, comm: Communicator, reducer: Reducer, policy: ExchangePolicy) -> None:
@@ -42,26 +42,26 @@ class Bucketing:
         return self.is_recorded and self._overlap and not self.comes_twice
 
     def note_second_gradient(self) -> None:
-        """In the pass that is recorded, a gradient grew after it was ready."""
+        """Records that a gradient was added to after it was ready, in the recorded pass."""
         if not self.is_recorded:
             self.comes_twice = True
 
     def guess(self, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-        """For a model whose backward pass hasn't been seen: last layers first."""
+        """Buckets for a model whose backward pass is unknown yet: last layers first."""
         self.is_recorded = False
         return self._split([ready_gradient(n, parameters[n]) for n in reversed(list(parameters))])
 
     def is_due(self, num_exchanges: int) -> bool:
-        """Whether the next backward pass should travel in other buckets than the last."""
+        """Whether the buckets should be revised before the next backward pass."""
         return not self.is_recorded or (not self._is_tuned and num_exchanges >= _TUNED_AFTER)
 
     def revise(self, gradients: Sequence[ReadyGradient], backward_s: float) -> list[list[str]]:
         """The next buckets, the same on every worker. Collective.
 
         Args:
-            gradients: in the order in which the last backward pass made them, or that of the
-                present buckets if these follow one already; then nothing may be under way.
-            backward_s: of that pass.
+            gradients: in the order of the last backward pass, or of the present buckets if these
+                follow a backward pass already; then no exchange may be in flight.
+            backward_s: seconds of that pass.
         """
         if self.is_recorded:
             measured = tuned_bucket_bytes(self._comm, self._reducer, gradients, backward_s)
@@ -75,7 +75,7 @@ class Bucketing:
         return self._split([by_name[name] for name in names])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next buckets depend on."""
+        """The state that the next buckets depend on."""
         return {
             "is_recorded": self.is_recorded,
             "comes_twice": self.comes_twice,
@@ -84,7 +84,7 @@ class Bucketing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint; other entries are not looked at."""
+        """Continues from a checkpoint; other entries are ignored."""
         self.is_recorded, self.comes_twice = state["is_recorded"], state["comes_twice"]
         self._bucket_bytes, self._is_tuned = state["bucket_bytes"], state["is_tuned"]
 
@@ -94,5 +94,5 @@ class Bucketing:
 
 
 def ready_gradient(name: str, p: nn.Parameter, ready_s: float = 0.0) -> ReadyGradient:
-    """A parameter's gradient as buckets see it."""
+    """The description of a parameter's gradient for choosing buckets."""
     return ReadyGradient(name, p.nbytes, (p.dtype, p.device), ready_s)

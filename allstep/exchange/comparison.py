@@ -1,4 +1,4 @@
-"""The workers' comparison, which rides in the first bucket: when a worker looks at it."""
+"""Reads the workers' comparison, which is sent in the first bucket."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from allstep.exchange.tail import AgreementResult, Tail
 
 
 class BucketComparison:
-    """Raises on every worker where buckets are sent for different things.
+    """Raises on every worker if their buckets belong to different exchanges.
 
     Args:
         comm: the workers.
         reducer: sums the buckets.
         staleness: steps between the start of an exchange and the use of its gradients.
-        stragglers: told the workers' times, which come with it.
+        stragglers: receives the workers' times, which are sent with the comparison.
         is_read_late: whether the host reads it a step late. [Note: late reading]
     """
 
@@ -44,11 +44,11 @@ class BucketComparison:
         described_digest: int,
         state: StatePart | None = None,
     ) -> Then | None:
-        """Writes this worker's part of it; see `Tail.write_check`.
+        """Writes this worker's part of the comparison; see `Tail.write_check`.
 
         Returns:
-            What looks at the comparison as soon as it is summed, unless that is late. That is
-            before the other buckets are sent: a worker that disagrees sends none.
+            A function that reads the comparison as soon as it is summed, unless it is read late.
+            This happens before the other buckets are sent: a worker that disagrees sends none.
         """
         tail.meeting = self._comm.announced.begin_exchange()
         tail.write_check(self._comm.rank, action, described, described_digest, state)
@@ -69,11 +69,11 @@ class BucketComparison:
         announced.wait(work, tail.meeting, tail.action, abort)
 
     def receive(self, tail: Tail, *, now: bool) -> None:
-        """An exchange's sums have come.
+        """Called when an exchange's sums have arrived.
 
         Args:
-            tail: behind them.
-            now: whether to look at once, even if that is to be late.
+            tail: the tail behind the sums.
+            now: whether to read it at once, even if `is_read_late`.
         """
         self.raise_if_bad()
         self._result = tail.read(compares=self._reducer.adds_up)
@@ -81,7 +81,7 @@ class BucketComparison:
             self.raise_if_bad()
 
     def raise_if_bad(self) -> None:
-        """Raises on every worker if the last sums that were received were no good."""
+        """Raises on every worker if the last sums that were received are not valid."""
         result, self._result = self._result, None
         if result is not None:
             result.raise_if_bad(self._comm)
@@ -95,9 +95,9 @@ class BucketComparison:
         described: Signature,
         described_digest: int,
     ) -> None:
-        """Sends what looks like the first bucket of an exchange, but is only its comparison.
+        """Sends a first bucket with a comparison, but without gradients.
 
-        So workers that come for something else find out, instead of waiting elsewhere.
+        So workers that do something else find out, instead of waiting elsewhere.
         """
         first = buckets[0]
         kept = first.flat.clone()
@@ -110,7 +110,7 @@ class BucketComparison:
         first.flat.copy_(kept)
 
     def _read_now(self, buckets: Sequence[Bucket], tail: Tail) -> None:
-        """Raises if workers disagree, after all that those with an exchange send till they look."""
+        """Raises if workers disagree, after taking part in what others send before they read it."""
         result = tail.read(marks=False)
         if not result.is_good(self._comm):
             for bucket in [*buckets[1:], *self._staleness * list(buckets)]:

@@ -1,4 +1,4 @@
-"""Where the gradients of several parameters lie in one flat tensor."""
+"""The layout of several parameters' gradients in one flat tensor."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: parameters of one dtype and device, side by side in a flat tensor.
+    """A bucket's layout: parameters of one dtype and device, one after the other.
 
-    Behind the parameters' gradients lies a tail of small whole numbers with which workers
-    compare what they came for. [Note: tail] Whatever a wire format does to gradients, a sum of
-    tails must be zero exactly where the workers' numbers cancel exactly, and nowhere else.
+    Behind the parameters' gradients is a tail of small whole numbers, with which workers compare
+    their exchanges. [Note: tail] Whatever a wire format does to gradients, a sum of tails must be
+    zero exactly where the workers' numbers cancel exactly, and nowhere else.
 
     Attributes:
-        names: of the parameters.
-        shapes: theirs.
-        strides: of their gradients, which follow the parameters' memory order.
-        dtype: theirs; the flat tensor holds a complex number as two reals.
-        device: theirs.
-        num_tail: elements behind the gradients.
-        alignment: elements of which each parameter begins at a multiple, with zeros before it.
+        names: the parameters' names.
+        shapes: the parameters' shapes.
+        strides: the gradients' strides, in the parameters' memory order.
+        dtype: the parameters' dtype; the flat tensor holds a complex number as two reals.
+        device: the parameters' device.
+        num_tail: number of elements behind the gradients.
+        alignment: each parameter begins at a multiple of so many elements, with zeros before it.
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class BucketLayout:
 
     @cached_property
     def name_set(self) -> frozenset[str]:
-        """The names, to compare with others."""
+        """The names as a set."""
         return frozenset(self.names)
 
     @property
@@ -75,18 +75,18 @@ class BucketLayout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of the flat tensor that each parameter takes."""
+        """Number of elements of the flat tensor for each parameter."""
         width = 2 if self.dtype.is_complex else 1
         return tuple(width * torch.Size(shape).numel() for shape in self.shapes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins."""
+        """The offset of each parameter."""
         return self._bounds[:-1]
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Where each parameter begins, and the next one would."""
+        """The offset of each parameter, and the end of the last one."""
         step = self.alignment
         return tuple(accumulate((-(-size // step) * step for size in self.sizes), initial=0))
 
@@ -98,7 +98,7 @@ class BucketLayout:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of all gradients and what is between them, without the tail."""
+        """Number of elements of all gradients and the gaps between them, without the tail."""
         return self._bounds[-1]
 
     @property
@@ -117,7 +117,7 @@ class BucketLayout:
         return tuple(flat[offset : offset + size] for offset, size in members)
 
     def without_gaps(self, flat: Tensor) -> Tensor:
-        """The parameters' elements side by side, as they are on devices of any kind."""
+        """The parameters' elements without the gaps, the same on any device."""
         return flat[: self.num_elements] if self.alignment == 1 else torch.cat(self.pieces(flat))
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -131,5 +131,5 @@ class BucketLayout:
 
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where they leave no gap, else those of its contiguous copy."""
+    """The parameter's strides if they are dense, else those of its contiguous copy."""
     return torch.empty_like(p, device="meta").stride()

@@ -1,4 +1,4 @@
-"""The plain exchange: the specification of all others, and their oracle."""
+"""The plain exchange, the reference for all others."""
 
 from collections.abc import Mapping
 from itertools import compress
@@ -16,14 +16,14 @@ from allstep.exchange.policy import ExchangeStats
 
 
 class PlainExchange(Exchange):
-    """One all-reduce a tensor, at the end of the backward pass.
+    """Makes one all-reduce per tensor, at the end of the backward pass.
 
     grad = sum_r scale * grad_r
 
-    with `batch.scale`, which is 1/size for a mean. A worker without a gradient counts as zero.
-    A parameter that no worker has a gradient for keeps `p.grad` as it is. Sums of losses with
-    weights are divided by the weights' total. One message goes before the all-reduces, with all
-    that workers compare and tell each other.
+    with `batch.scale`, which is 1/size for a mean. A missing gradient counts as zero. If no worker
+    has a gradient for a parameter, its `p.grad` is not changed. Sums of weighted losses are divided
+    by the weights' total. One message is sent before the all-reduces, with the workers' comparison
+    and notes.
     """
 
     _cure = CURE
@@ -54,11 +54,11 @@ class PlainExchange(Exchange):
         return summed
 
     def _sum_others(self) -> None:
-        """Of parameters that only this worker has, and maybe copies."""
+        """Sums the gradients of divided parameters over their copies, if there are any."""
         self._divided.sum_copies({})
 
     def _agree_on_gradients(self) -> tuple[set[str], Tensor | None]:
-        """The parameters that any worker has a new gradient for, and what sums are divided by."""
+        """The parameters that any worker has a new gradient for, and the divisor of sums."""
         state = self._next_state(self.comm.device)
         compared = (*self._calls, *(state.entries() if state else ()))
         has_new, note = self._has_new_gradient(), self.batch.note()
@@ -77,7 +77,7 @@ class PlainExchange(Exchange):
 
     @property
     def _calls(self) -> Details:
-        """What this worker called in the passes of the global batch, where that must be equal."""
+        """This worker's calls in the passes of the global batch, if they must be equal."""
         return ()
 
     def _has_new_gradient(self) -> dict[str, bool]:

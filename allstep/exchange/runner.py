@@ -1,10 +1,9 @@
-"""Runs exchanges of buckets in order, beside the backward pass, and shows them to a profiler.
+"""Runs exchanges of buckets in order, overlapped with the backward pass, with profiler spans.
 
-[Note: spans] A profiler sees the thread that it was started in. So a job's span begins there, when
-it is handed over, and ends with a future, which carries the thread's profiler along to where it is
-completed. A span that outlasts its profiler would be written to memory that is no longer its own;
-jobs that may end after their step therefore have a span of their own thread, which a profiler of
-all threads sees.
+[Note: spans] A profiler sees the thread in which it was started. So a job's span begins there, when
+the job is submitted, and ends with a future, which passes the thread's profiler on to the thread
+that completes it. A span that outlives its profiler would write to freed memory; so jobs that may
+end after their step have a span in their own thread, which a profiler of all threads sees.
 """
 
 import threading
@@ -39,7 +38,7 @@ class Runner(ABC):
         self._is_closed = False
 
     def submit(self, call: Callable[[], None]) -> Work[None]:
-        """Takes a call and returns at once.
+        """Submits a call and returns at once.
 
         Raises:
             UsageError: after `close`.
@@ -49,21 +48,21 @@ class Runner(ABC):
         return self._submit(call)
 
     def close(self, limit_s: float) -> bool:
-        """Takes no more calls; whether those under way have ended within `limit_s`."""
+        """Accepts no more calls; whether the pending ones have ended within `limit_s`."""
         self._is_closed = True
         return True
 
     @abstractmethod
     def _submit(self, call: Callable[[], None]) -> Work[None]:
-        """Takes a call."""
+        """Submits a call."""
 
 
 def make_runner(device: torch.device, *, overlaps: bool = True) -> Runner:
     """The runner for tensors on a device.
 
     Args:
-        device: where the tensors are.
-        overlaps: whether there is something to do beside the calls.
+        device: the tensors' device.
+        overlaps: whether other work can overlap with the calls.
     """
     if has_streams(device):
         return StreamRunner(device)
@@ -71,10 +70,10 @@ def make_runner(device: torch.device, *, overlaps: bool = True) -> Runner:
 
 
 class InlineRunner(Runner):
-    """The thread that submits a call makes it, as nothing is to be done beside.
+    """Makes each call in the thread that submits it, because nothing overlaps with it.
 
-    After a call failed the others fail with the same error: what follows would meet the other
-    workers' earlier ones.
+    After a call failed, all later ones fail with the same error: they would meet other workers'
+    earlier calls.
     """
 
     _error: BaseException | None = None
@@ -92,7 +91,7 @@ class InlineRunner(Runner):
 
 
 class ThreadRunner(InlineRunner):
-    """A thread makes the calls; torch's kernels and collectives leave it free to overlap."""
+    """Makes the calls in a thread; torch's kernels and collectives release the GIL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +120,9 @@ class ThreadRunner(InlineRunner):
 
 
 class StreamRunner(Runner):
-    """A stream beside the one of the backward pass; the host never waits.
+    """Makes the calls in a stream besides the backward pass's; the host never waits.
 
-    Its few kernels go before those of the backward pass that wait, so that the network has work.
+    Its few kernels have priority over waiting ones of the backward pass, to keep the network busy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,7 +143,7 @@ def begin_span(name: str, end: Callable[[], Future[Any]] = Future) -> Future[Any
     """Begins a span that ends with a future; None unless this thread is profiled.
 
     Args:
-        name: of the span.
+        name: the span's name.
         end: makes the future, which must be completed before the profiler is stopped.
     """
     if not _profiler_enabled():
@@ -157,12 +156,12 @@ def begin_span(name: str, end: Callable[[], Future[Any]] = Future) -> Future[Any
 
 
 def job_span(name: str, device: torch.device, staleness: int) -> AbstractContextManager[object]:
-    """Made where a job is handed over, entered where it is done. [Note: spans]
+    """A span that is made where a job is submitted, and entered where it runs. [Note: spans]
 
     Args:
-        name: of the span.
-        device: of the job: on an accelerator whoever hands it over does it at once, in a stream.
-        staleness: steps that the job may take.
+        name: the span's name.
+        device: the job's device; on an accelerator the submitting thread runs it at once.
+        staleness: number of steps that the job may take.
     """
     if has_streams(device):
         return span(name)
@@ -170,7 +169,7 @@ def job_span(name: str, device: torch.device, staleness: int) -> AbstractContext
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Of what this thread does inside, at once; nothing unless it is profiled."""
+    """A span of the enclosed code in this thread; nothing unless the thread is profiled."""
     return record_function(name) if _profiler_enabled() else _NO_SPAN
 
 
