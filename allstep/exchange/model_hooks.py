@@ -18,13 +18,13 @@ class ModelHooks:
     [Note: hooks and the collector]
 
     Args:
-        exchange: whose they are.
-        model: that is attached; it is marked so at once.
-        before_copy: is called before its values are copied: into a state dict, a copy of the
-            model, or an `AveragedModel`, which takes them by `model.buffers()`.
-        before_forward: is called before the model's forward.
-        before_lazy_forward: likewise of modules that get their parameters in their first forward.
-        on_output_gradient: is called in backward before the model is reached.
+        exchange: the exchange that owns the hooks.
+        model: the attached model; it is marked as attached at once.
+        before_copy: called before the model's values are copied: to a state dict, a copy of the
+            model, or an `AveragedModel`, which reads them by `model.buffers()`.
+        before_forward: called before the model's forward.
+        before_lazy_forward: called before the forward of a module without parameters yet.
+        on_output_gradient: called in backward before the model's first gradient.
         of_parameter: name, parameter -> new hooks on it.
     """
 
@@ -65,7 +65,7 @@ class ModelHooks:
         model.__dict__["buffers"] = FunctionHook(exchange, buffers)
 
     def follow_forward(self) -> None:
-        """Hooks the model's forward, and the gradients of what it returns."""
+        """Registers hooks on the model's forward, and on the gradients of its outputs."""
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -78,7 +78,7 @@ class ModelHooks:
         self._hook_model(self._model.register_forward_hook, FunctionHook(self._exchange, after))
 
     def follow_lazy_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Hooks the forward of those that get their parameters in it, and of no others."""
+        """Registers hooks on the forward of lazy modules, and removes those of others."""
         _remove_all(self._of_lazy_modules)
         for module in modules:
             own = chain(module._parameters.values(), module._buffers.values())
@@ -89,7 +89,7 @@ class ModelHooks:
                 )
 
     def follow_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Hooks these parameters anew, as their names may have moved, and unhooks all others."""
+        """Registers hooks on these parameters anew, under their present names; removes others."""
         old, self._of_parameters = self._of_parameters, {}
         for name, p in trained.items():
             _remove_all(old.pop(p, []))
@@ -100,11 +100,11 @@ class ModelHooks:
         self._newest = [(hooks, next(reversed(hooks))) for hooks in by_number]
 
     def are_newest(self) -> bool:
-        """Whether nobody has hooked a gradient since, to change it after it was sent; cheap."""
+        """Whether no later hook could change a gradient after it was sent; cheap."""
         return all(next(reversed(hooks)) == number for hooks, number in self._newest)
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Removes all hooks."""
         for handles in (self._of_model, self._of_lazy_modules, *self._of_parameters.values()):
             _remove_all(handles)
         self._of_parameters.clear()

@@ -1,8 +1,8 @@
-"""What would train another model than the attached one, or only on some workers: optimizers, DDP.
+"""Detects optimizers, and DDP, that would train another model than the attached one.
 
-[Note: an optimizer's step] torch calls a hook before each step of any optimizer. It looks at the
-exchanges that the same thread has attached, and raises before anything is changed. What it sees
-costs about as much as walking through the optimizer's parameters once.
+[Note: an optimizer's step] torch calls a hook before each step of any optimizer. It checks the
+optimizer against the exchanges that the same thread has attached, and raises before anything is
+changed. The check costs about as much as one loop over the optimizer's parameters.
 """
 
 import logging
@@ -30,7 +30,7 @@ Step = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Here(threading.local):
-    """What this thread has attached; ranks may be threads."""
+    """The exchanges that this thread has attached; ranks may be threads."""
 
     def __init__(self) -> None:
         self.exchanges = WeakSet[Exchange]()
@@ -45,7 +45,7 @@ _is_installed = False
 
 
 def watch(exchange: Exchange) -> None:
-    """From now on looks at what optimizers do, in this thread."""
+    """Begins to check the steps of optimizers in this thread for an exchange."""
     global _is_installed
     with _installing:
         if not _is_installed:
@@ -57,7 +57,7 @@ def watch(exchange: Exchange) -> None:
 
 
 def attached_here() -> list[Exchange]:
-    """What this thread has attached."""
+    """The exchanges that this thread has attached."""
     return [exchange for exchange in _here.exchanges if exchange.is_attached]
 
 
@@ -110,7 +110,7 @@ def _before_step(
 
 
 def _refuse_divided_since(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """One that is older than the shards, and would leave them as they are."""
+    """Refuses an optimizer that was made before the shards, and would not update them."""
     for p in parameters:
         name = getattr(p, "divided_as", None)
         if name is not None:
@@ -124,7 +124,7 @@ def _refuse_divided_since(optimizer: Optimizer, parameters: Iterable[Tensor]) ->
 def _refuse_stranger(
     optimizer: Optimizer, exchanges: list[Exchange], *, has_gradients: bool
 ) -> None:
-    """An optimizer of another model is none of our business, unless nobody updates the attached."""
+    """Refuses an optimizer of another model, if no optimizer updates the attached one."""
     if _here.has_updated:
         return
     is_exchanged = any(
@@ -141,7 +141,7 @@ def _refuse_stranger(
 
 
 def _tell_of_stranger(optimizer: Optimizer, trained: list[Tensor], comm: Communicator) -> None:
-    """Says once that a model is trained by each worker for itself; MAML makes copies of one."""
+    """Warns once that each worker trains a model separately; MAML, say, makes copies of one."""
     shapes = tuple(p.shape for p in trained)
     if comm.size > 1 and comm.rank == 0 and shapes not in _here.told:
         _here.told.add(shapes)
@@ -154,7 +154,7 @@ def _tell_of_stranger(optimizer: Optimizer, trained: list[Tensor], comm: Communi
 
 
 def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
-    """Says once that an update is made of gradients which nobody has exchanged."""
+    """Warns once that an update uses gradients that were not exchanged."""
     gradients = (p.grad for p in exchange.trained.values() if p.grad is not None)
     is_told = exchange in _here.told_own or exchange.comm.rank > 0
     if is_told or not any(x.any() for x in gradients):
@@ -171,7 +171,7 @@ def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
 
 
 def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
-    """Torch's optimizers of whole matrices, or models, would make another update of each part."""
+    """Refuses optimizers of whole matrices or models, whose updates of parts would differ."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     is_exact = exchange.is_fully_sharded and exchange.is_exact
     if is_fused and is_exact and not is_accelerator(exchange.comm.device):
@@ -197,7 +197,7 @@ def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> N
 
 
 def _refuse_early(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
-    """Before the gradient is the mean over the workers."""
+    """Refuses a step before the gradient is the mean over the workers."""
     if is_in_backward():
         raise UsageError(
             f"`{_kind(optimizer)}.step()` was called in a backward pass (by a hook on a parameter,"
@@ -216,7 +216,7 @@ def _refuse_early(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
 def _with_compared_closure(
     comm: Communicator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Step | None:
-    """Has workers compare their losses where an optimizer asks for more than one."""
+    """Makes workers compare their losses if an optimizer calls its closure more than once."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None or comm.size == 1:
         return None

@@ -1,11 +1,11 @@
-"""What workers compare of their models and optimizers while they train, a part in each exchange.
+"""Compares the workers' models and optimizers while they train, a part in each exchange.
 
 [Note: state sweep] All workers start with one model and apply the same gradients with the same
-rates. An edit, a state that was loaded or a noise drawn on some of them parts them for ever, and
-no gradient shows it. So each exchange compares the bits of a part of the parameters, and what the
-optimizers' last steps were made with: `piggyback` adds a checksum to the numbers that travel
-anyhow. The parts take turns; a sweep over the model is at most `NUM_PARTS` exchanges, or one for
-each `_MOST_TENSORS` tensors of it if those are more.
+rates. If some of them edit a parameter, load a state or draw noise, their models diverge forever,
+and gradients don't show it. So each exchange compares the bits of a part of the parameters, and the
+options of the optimizers' last steps: `piggyback` adds a checksum to the numbers that are sent
+anyway. The parts take turns; a sweep over the model takes at most `NUM_PARTS` exchanges, or one for
+each `_MOST_TENSORS` of its tensors if that is more.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ Rates = tuple[str, int, Mapping[str, Any]]
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as whole numbers, in the order in which they lie; [numbers].
+    """The bits of a tensor as whole numbers, in memory order; [numbers].
 
     >>> words_of(torch.tensor([[0.0, 1.0], [-2.0, 0.5]]).t())
     tensor([          0,  1065353216, -1073741824,  1056964608], dtype=torch.int32)
@@ -63,14 +63,14 @@ def checksum(words: Tensor) -> Tensor:
 
 
 def is_comparable(tensor: Tensor) -> bool:
-    """Whether its bits lie here, as a whole."""
+    """Whether this worker has all of the tensor's bits."""
     is_whole = not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
     is_stored = not (tensor.is_meta or tensor.is_quantized)
     return is_whole and is_stored and tensor.layout == torch.strided
 
 
 def tensor_checksums(tensors: Mapping[str, Tensor]) -> Entries:
-    """A checksum in words of each tensor, of all its elements."""
+    """A checksum of each whole tensor, as text."""
     sums = {n: checksum(words_of(t)) for n, t in tensors.items() if is_comparable(t)}
     return tuple(
         (f"values of {name}", f"checksum {number:07x}")
@@ -79,9 +79,9 @@ def tensor_checksums(tensors: Mapping[str, Tensor]) -> Entries:
 
 
 def rates_of(optimizer: Optimizer, group: int) -> Rates:
-    """What a group of an optimizer's parameters is updated with.
+    """The options that an optimizer updates a group of parameters with.
 
-    What lies on a device is left out: to look at it would mean to wait for it.
+    Tensors on a device are left out, because reading them would make the host wait.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> kind, group, settings = rates_of(torch.optim.SGD(layer.parameters(), lr=0.1), 0)
@@ -97,7 +97,7 @@ def rates_of(optimizer: Optimizer, group: int) -> Rates:
 
 
 def _number(value: Any) -> Any:
-    """A setting that is plain data or a tensor of one number on the CPU; None if it is not."""
+    """An option that is plain data or a one-element CPU tensor, as plain data; else None."""
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -107,13 +107,13 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StatePart:
-    """What one exchange compares.
+    """The part of the state that one exchange compares.
 
     Attributes:
-        tensors: name -> how many of the words are of it.
-        words: the bits of parts of tensors, side by side.
-        num_updates: steps of optimizers since the last exchange.
-        rates: of each optimizer that made one.
+        tensors: name -> number of its words.
+        words: the bits of parts of tensors, concatenated.
+        num_updates: number of optimizers' steps since the last exchange.
+        rates: the options of each optimizer that made one.
     """
 
     tensors: Mapping[str, int]
@@ -122,7 +122,7 @@ class StatePart:
     rates: tuple[Rates, ...]
 
     def entries(self) -> Entries:
-        """In words, for the error; waits for the device."""
+        """The part as text, for the error; waits for the device."""
         found = [("updates since the last exchange", str(self.num_updates))]
         for index, (kind, group, settings) in enumerate(self.rates):
             of = f" of optimizer {index}" if len(self.rates) > 1 else ""
@@ -134,7 +134,7 @@ class StatePart:
 
 
 class StateSweep:
-    """Gives out the parts in turn. [Note: state sweep]"""
+    """Yields the parts in turn. [Note: state sweep]"""
 
     def __init__(self) -> None:
         self._parts: list[dict[str, slice]] = []
@@ -143,31 +143,31 @@ class StateSweep:
         self._num_updates = 0
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """What is compared from now on; the same names on every worker."""
+        """Sets the tensors that are compared; the same names on every worker."""
         self._tensors = {name: t for name, t in tensors.items() if is_comparable(t)}
         self._parts = list(_split(self._tensors))
 
     def has_updated(self, optimizer: Optimizer) -> bool:
-        """Whether it has made a step since the last exchange."""
+        """Whether the optimizer has made a step since the last exchange."""
         return id(optimizer) in self._updates
 
     def note_update(self, optimizer: Optimizer, number: int) -> None:
-        """An optimizer of these tensors makes a step.
+        """Called when an optimizer of these tensors makes a step.
 
         Args:
-            optimizer: as it is at the step.
-            number: of the last exchange; says whose turn it is among the groups.
+            optimizer: the optimizer, in its state at the step.
+            number: number of the last exchange; decides which group's turn it is.
         """
         group = number % len(optimizer.param_groups)
         self._updates[id(optimizer)] = rates_of(optimizer, group)
         self._num_updates += 1
 
     def next_part(self, number: int, device: torch.device) -> StatePart:
-        """What an exchange compares.
+        """The part that an exchange compares.
 
         Args:
-            number: of the exchange.
-            device: where the words are to lie.
+            number: the exchange's number.
+            device: the device for the words.
         """
         turn = self._parts[number % len(self._parts)] if self._parts else {}
         pieces = [words_of(self._tensors[name])[part].to(device) for name, part in turn.items()]
@@ -180,7 +180,7 @@ class StateSweep:
 
 
 def _split(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, slice]]:
-    """Parts of a few tensors or of one: name -> which of its words."""
+    """Parts of one or a few tensors each: name -> range of its words."""
     sizes = {
         name: tensor.numel() * max(1, tensor.itemsize // 4) for name, tensor in tensors.items()
     }

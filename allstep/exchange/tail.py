@@ -1,4 +1,4 @@
-"""What rides behind the gradients of one exchange, and what a worker learns from its sum."""
+"""The numbers behind the gradients of one exchange, and what a worker reads from their sum."""
 
 from dataclasses import dataclass, field
 
@@ -26,19 +26,19 @@ from allstep.exchange.weighing import Weighing
 
 @dataclass
 class Tail:
-    """The few numbers of an exchange that are no gradients. [Note: agreement in the tail]
+    """The numbers of an exchange besides gradients. [Note: agreement in the tail]
 
     Attributes:
-        plan_digest: stands for the plan of the buckets.
+        plan_digest: digest of the plan of the buckets.
         check: the comparison of the workers, in the first bucket.
-        notes: what they tell each other, behind it.
-        mark: that a worker has failed, in the last bucket.
-        meeting: the number of the exchange among all of the workers.
-        action: what this worker believes it does; must be the same on all.
-        described: the tensors to do it with, for the error if it isn't.
-        state: what is compared of the workers' models.
+        notes: the workers' notes, behind the comparison.
+        mark: the mark of workers that have failed, in the last bucket.
+        meeting: number of the exchange among all meetings of the workers.
+        action: what this worker does, in words; must be the same on all.
+        described: the tensors that it does it with, for the error.
+        state: the part of the workers' models that is compared.
         failure: why this worker can't take part; the exchange then fails for all.
-        weighing: of this worker's losses.
+        weighing: the weights of this worker's losses.
     """
 
     plan_digest: int
@@ -67,25 +67,25 @@ class Tail:
         write_check(self.check, rank, mine, state.words if state else None)
 
     def write_note(self, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
-        """Tells the others how this worker's losses are weighed, and its last step's times."""
+        """Writes the weights of this worker's losses, and the times of its last step."""
         self.weighing = weighing
         write_note(self.notes, rank, weighing, times)
 
     def write_mark(self, failure: str | None) -> None:
-        """Tells the others if this worker failed."""
+        """Writes the mark if this worker failed."""
         self.failure = failure
         self.mark.fill_(failure is not None)  # a number in one element would halt the host
 
     def total_weight(self, *, adds_up: bool) -> Tensor | None:
-        """The weights' sum over the workers, after the exchange; None where losses were means.
+        """The sum of weights over the workers, after the exchange; None if losses were means.
 
         Args:
-            adds_up: whether workers' numbers come together at all.
+            adds_up: whether workers' values are summed at all.
         """
         return total_weight(self.notes if adds_up else self.notes[:0], self.weighing)
 
     def read(self, *, compares: bool = True, marks: bool = True) -> "AgreementResult":
-        """Starts the way of its sum to the host.
+        """Starts to copy the tail's sum to the host.
 
         Args:
             compares: whether the first bucket compared the workers.
