@@ -1,4 +1,4 @@
-"""Typed errors; every message names the argument, its value and the cure."""
+"""Typed errors; every message names the argument, its value and what to do."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ class AllstepError(Exception):
 
 
 class UsageError(AllstepError, ValueError):
-    """An argument is wrong; the message says which, its value and the cure."""
+    """An argument is wrong; the message names it, its value and what to do."""
 
 
 class DataError(AllstepError, RuntimeError):
@@ -44,9 +44,9 @@ class CheckpointError(AllstepError, RuntimeError):
 
 
 class CommunicationError(AllstepError, RuntimeError):
-    """Workers could not exchange what they had to say.
+    """Workers could not exchange messages or tensors.
 
-    It ends with a note where to find what it comes from, and what helps.
+    A note at its end says where to find causes and remedies.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -66,14 +66,14 @@ class DisagreementError(CommunicationError):
     """Workers passed tensors, names or keys that do not match.
 
     Attributes:
-        matches_rank_0: whether it is known that this worker's match those of rank 0.
+        matches_rank_0: whether this worker's are known to match those of rank 0.
     """
 
     matches_rank_0 = False
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
-    """Refuses what is none of some names.
+    """Refuses a value that is not among the valid names.
 
     Raises:
         UsageError: naming the argument, with the closest valid names, or all of them.
@@ -89,13 +89,13 @@ def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
 
 
 def check_integer(name: str, value: object, minimum: int = 1, cure: str = "") -> None:
-    """Refuses what is no whole number, or a smaller one.
+    """Refuses a value that is not a whole number, or is below `minimum`.
 
     Args:
-        name: of the argument.
-        value: of the argument, which may be anything.
-        minimum: the smallest that is allowed.
-        cure: ends the message, if there is more to say.
+        name: name of the argument.
+        value: value of the argument; it may be of any type.
+        minimum: the smallest allowed value.
+        cure: end of the message that says what to do; empty if there is nothing to add.
 
     Raises:
         UsageError: naming the argument.
@@ -113,13 +113,13 @@ def check_integer(name: str, value: object, minimum: int = 1, cure: str = "") ->
 
 
 def check_type(name: str, value: object, kind: type, cure: str) -> None:
-    """Refuses what is of another class.
+    """Refuses a value of another class.
 
     Args:
-        name: of the argument.
-        value: of the argument, which may be anything.
-        kind: its class.
-        cure: what to pass.
+        name: name of the argument.
+        value: value of the argument; it may be of any type.
+        kind: the class that it must have.
+        cure: what to pass instead.
 
     Raises:
         UsageError: naming the argument.
@@ -136,7 +136,7 @@ def check_type(name: str, value: object, kind: type, cure: str) -> None:
 
 
 def named_part(name: str) -> str:
-    """A part of the user's model, as `named_modules` names it, for messages.
+    """A module of the user's model, as messages call it.
 
     >>> named_part("0"), named_part("")
     ('`model.0`', '`model`')
@@ -145,7 +145,7 @@ def named_part(name: str) -> str:
 
 
 def nearest_names(name: str, valid: Iterable[str]) -> str:
-    """The cure for an unknown name: the closest valid ones, or all of them.
+    """What to say of an unknown name: the closest valid names, or all of them.
 
     >>> nearest_names("digit", ["digits", "fashion"])
     'did you mean `digits`?'
@@ -159,7 +159,7 @@ def nearest_names(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` around `value`, for messages.
+    """The multiples of `unit` next to `value`, for messages.
 
     >>> nearest_multiples(1000, 48)
     '960, 1008'
@@ -171,7 +171,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
-    """Refuses what isn't made of whole units, which another argument says the size of."""
+    """Refuses a value that is not a multiple of `unit`, the value of the argument `unit_name`."""
     if value % unit:
         raise UsageError(
             f"`{name}` (={value}) must be a multiple of `{unit_name}` (={unit}); nearest:"
@@ -180,7 +180,7 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
 
 
 def first_few(words: Sequence[str], most: int) -> str:
-    """Words for a message, which says so where there are more.
+    """The first words for a message; dots stand for those that are omitted.
 
     >>> first_few(["a", "b", "c"], 2), first_few(["a", "b"], 2)
     ('a, b, ...', 'a, b')
@@ -189,25 +189,26 @@ def first_few(words: Sequence[str], most: int) -> str:
 
 
 def check_positive(name: str, value: float, example: str) -> None:
-    """Refuses zero, negative and infinite values, NaN and what is no number."""
+    """Refuses zero, negative and infinite values, NaN and whatever is not a number."""
     if not _is_number(value) or not 0 < value < math.inf:
         raise UsageError(f"`{name}` (={value!r}) must be above 0 and finite; {example}.")
 
 
 def check_not_negative(name: str, value: float, example: str) -> None:
-    """Refuses negative and infinite values, NaN and what is no number."""
+    """Refuses negative and infinite values, NaN and whatever is not a number."""
     if not _is_number(value) or not 0 <= value < math.inf:
         raise UsageError(f"`{name}` (={value!r}) must be 0 or more, and finite; {example}.")
 
 
 def check_share(name: str, value: float, limits: str = "[0, 1]", cure: str = "") -> None:
-    """Refuses what lies outside of an interval from 0 to 1, NaN and what is no number.
+    """Refuses values outside an interval from 0 to 1, NaN and whatever is not a number.
 
     Args:
-        name: of the argument.
-        value: of the argument, which may be anything.
-        limits: "[0, 1]", where a round bracket leaves its end out: "[0, 1)", "(0, 1]", "(0, 1)".
-        cure: ends the message, if there is more to say.
+        name: name of the argument.
+        value: value of the argument; it may be of any type.
+        limits: the interval, where a round bracket excludes that end: "[0, 1]", "[0, 1)", "(0, 1]",
+            "(0, 1)".
+        cure: end of the message that says what to do; empty if there is nothing to add.
 
     >>> check_share("momentum", 1.0, "[0, 1)", "0.9 is usual")
     Traceback (most recent call last):
@@ -228,5 +229,5 @@ _LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number and no bool; what comes out of a file may be anything."""
+    """Whether a value is a number and not a bool; one read from a file may be of any type."""
     return isinstance(value, Real) and not isinstance(value, bool)

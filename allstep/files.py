@@ -1,6 +1,6 @@
-"""Files that are whole or not there, also where a process ends while it writes; plain data in them.
+"""Files that are complete or absent, even if a process ends while it writes; plain data in them.
 
-Plain data are what JSON has: numbers, texts, None, and lists and dicts of such.
+Plain data are what JSON can hold: numbers, booleans, strings, None, and lists and dicts of these.
 """
 
 import csv
@@ -19,9 +19,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a draft to write inside, which becomes the file; readers see all of it or none.
+    """Yields the path of a draft that replaces the file on exit; no reader sees half of a file.
 
-    An error inside leaves what was there before.
+    An error inside leaves the earlier file as it was.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.draft")
     try:
@@ -32,18 +32,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text file; readers see the whole of it or nothing."""
+    """Writes a text file; readers see the complete file or none."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, plain: Any, indent: int | None = 2) -> None:
-    """Writes plain data, whatever else there is as text; readers see all of it or nothing."""
+    """Writes plain data, other objects as their `str`; readers see the complete file or none."""
     write_whole(path, json.dumps(plain, indent=indent, default=str) + "\n")
 
 
 def finite(plain: Any) -> Any:
-    """Plain data with None for what JSON has no number for.
+    """Plain data with None in place of NaN and infinities, which JSON lacks.
 
     >>> finite({"losses": [0.5, math.nan]})
     {'losses': [0.5, None]}
@@ -61,15 +61,15 @@ def read_json(path: Path) -> Any:
 
 
 def from_plain(kind: Any, plain: Any) -> Any:
-    """The inverse of `dataclasses.asdict`, also after a trip through JSON.
+    """The inverse of `dataclasses.asdict`, also for data that went through JSON.
 
     Args:
-        kind: the type of what is wanted: a dataclass, or a tuple, list, dict or optional of such; a
-            path is a text as plain data.
-        plain: its fields as plain data.
+        kind: the type to build: a dataclass, or a tuple, list, dict or optional of these; a path is
+            a string in plain data.
+        plain: its plain data.
 
     Raises:
-        TypeError, AttributeError: if the data have not the fields of the dataclass.
+        TypeError, AttributeError: if the data lack the fields of the dataclass.
 
     >>> from dataclasses import asdict, dataclass
     >>> @dataclass
@@ -105,12 +105,12 @@ _hints: Any = cache(get_type_hints)
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a CSV file; readers see the whole of it or nothing.
+    """Writes a CSV file; readers see the complete file or none.
 
     Args:
         path: the file.
-        columns: their names, in order.
-        rows: values by column; a cell is empty where a row has none.
+        columns: names of the columns, in order.
+        rows: for each row, column name -> value; a missing value leaves its cell empty.
     """
     with replacing(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)

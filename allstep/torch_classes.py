@@ -1,4 +1,4 @@
-"""Classes of torch whose modules take long to import, looked for without their import."""
+"""Checks for classes of torch whose modules take long to import, without importing them."""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def loaded_class(module: str, name: str) -> Any:
-    """A class for `isinstance`; none if nobody has imported its module.
+    """A class for `isinstance`; an empty tuple if nothing has imported its module.
 
     >>> isinstance(3, loaded_class("no.such.module", "Number"))
     False
@@ -18,7 +18,7 @@ def loaded_class(module: str, name: str) -> Any:
 
 
 def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor.
+    """Whether an object is a DTensor.
 
     >>> is_dtensor(3)
     False
@@ -27,12 +27,12 @@ def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
 
 
 def local_part(tensor: "Tensor") -> "Tensor":
-    """This worker's part of a DTensor, in the same memory; other tensors as they are."""
+    """This worker's part of a DTensor, in the same memory; any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def bounds_of(tensor: "Tensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Start and stop of this worker's part of a DTensor; of another tensor all of it."""
+    """Start and stop of this worker's part of a DTensor, by dimension; of another tensor, all."""
     if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -44,7 +44,7 @@ def bounds_of(tensor: "Tensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def is_first_copy(tensor: "DTensor") -> bool:
-    """Whether other workers with the same part of it come later in its mesh."""
+    """Whether this worker is the first in the tensor's mesh of those with the same part."""
     where = tensor.device_mesh.get_coordinate() or ()
     pairs = zip(tensor.placements, where, strict=True)
     return all(number == 0 for placement, number in pairs if placement.is_replicate())

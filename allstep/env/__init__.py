@@ -1,4 +1,4 @@
-"""What the launcher says in the environment; the only room that touches os.environ."""
+"""What the launcher says in environment variables; the only room that touches os.environ."""
 
 from allstep.env.addresses import address_towards as address_towards
 from allstep.env.addresses import interface_of as interface_of

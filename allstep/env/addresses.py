@@ -1,4 +1,4 @@
-"""Addresses of this host: which one leads to another host, and whose interface it is."""
+"""This host's addresses: the one that leads to another host, and their network interfaces."""
 
 import contextlib
 import fcntl
@@ -18,14 +18,14 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """This host's address from which the system would send to another host; nothing is sent.
+    """This host's address when it sends to another host; sends nothing.
 
     Args:
-        host: a name or an address.
-        port: any.
+        host: its name or address.
+        port: any port.
 
     Raises:
-        OSError: if the name is unknown, or no route leads there.
+        OSError: if the name is unknown, or there is no route to the host.
 
     >>> address_towards("127.0.0.1")
     '127.0.0.1'
@@ -42,7 +42,7 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the host itself, whoever uses it.
+    """Whether an address means, on every host, that host itself.
 
     >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1")
     (True, False)
@@ -51,7 +51,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """Interfaces of this host and their addresses, IPv4 first, as Gloo looks through them.
+    """Interfaces of this host with their addresses, IPv4 first, in the order of Gloo's search.
 
     >>> ("lo", "127.0.0.1") in own_addresses()
     True
@@ -74,7 +74,7 @@ def own_addresses() -> list[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has an address; None if this host has no such address.
+    """The network interface that has an address; None if this host does not have it.
 
     >>> interface_of("127.0.0.1"), interface_of("192.0.2.1")
     ('lo', None)
@@ -84,7 +84,7 @@ def interface_of(address: str) -> str | None:
 
 
 def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str | None:
-    """The interface that the user wants Gloo to use; the first of several.
+    """The interface that the user chose for Gloo; the first if several are named.
 
     >>> read_gloo_interface({"GLOO_SOCKET_IFNAME": "eth0,eth1"})
     'eth0'
@@ -94,7 +94,7 @@ def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def set_gloo_interface(name: str, environ: MutableMapping[str, str] | None = None) -> None:
-    """Has Gloo use an interface from now on, by the variable that torch reads.
+    """Makes Gloo use an interface from now on, by the variable that torch reads.
 
     >>> variables = {}
     >>> set_gloo_interface("eth1", variables)

@@ -1,4 +1,4 @@
-"""Python's collector of garbage in cycles."""
+"""Python's collector of cyclic garbage."""
 
 import gc
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Collects no garbage in cycles; a process that is forked meanwhile doesn't, either.
+    """Turns off the collector of cyclic garbage inside, also in processes that are forked there.
 
-    [Note: collector and random state] `torch.get_rng_state` makes a tensor while it holds the
-    generator's lock. A collection begins there now and then, and may run a weak reference's
-    callback, in which the interpreter may go on with another thread; if that asks for the random
-    state too, it waits for the lock and keeps the interpreter's own: no thread ever goes on, and
-    no timeout is noticed.
+    [Note: collector and random state] `torch.get_rng_state` allocates a tensor while it holds the
+    generator's lock. This can start a collection, which may run a weak reference's callback, during
+    which the interpreter may switch to another thread. If that thread asks for the random state
+    too, it waits for the generator's lock while it holds the GIL: a deadlock of all threads, in
+    which no timeout takes effect.
     """
     was_enabled = gc.isenabled()
     gc.disable()

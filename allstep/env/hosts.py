@@ -1,4 +1,4 @@
-"""What is told to, and known of, the workers of another host."""
+"""Environment variables for other hosts' workers, and this host's address as ssh reached it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,20 +7,20 @@ from allstep.env.variables import Variables
 from allstep.env.worker import forget_launch
 from allstep.errors import UsageError
 
-# Carried to other hosts without being asked, where they are set.
+# Variables that are passed to other hosts without being asked for, if they are set.
 CARRIED = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
 _LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def read_carried(wanted: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that all hosts' workers get from here.
+    """The variables that this host passes to the workers of all hosts.
 
     Args:
-        wanted: `NAME`, or `NAME=VALUE`, beyond `CARRIED`.
+        wanted: variables beyond `CARRIED`, each `NAME` or `NAME=VALUE`.
         environ: variables to read; the process's own if None.
 
     Raises:
-        UsageError: if one of `wanted` has no value, or names no variable.
+        UsageError: if one of `wanted` has no value, or is not the name of a variable.
 
     >>> read_carried(["A", "B=2"], {"A": "1", "C": "3"})
     {'A': '1', 'B': '2'}
@@ -38,14 +38,14 @@ def read_carried(wanted: Sequence[str], environ: Mapping[str, str] | None = None
 
 
 def environment_of_agent(carried: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables for torchrun's agent, whose workers mark lines with their ranks."""
+    """Environment variables for torchrun's agent; its workers' lines begin with their ranks."""
     environ = dict(os.environ)
     forget_launch(environ)
     return environ | {"PYTHONUNBUFFERED": "1", _LINE_PREFIX: "[rank ${rank}] "} | dict(carried)
 
 
 def read_ssh_address(environ: Mapping[str, str] | None = None) -> str | None:
-    """This host's address as whoever came by ssh has reached it; None if nobody did.
+    """This host's address in the ssh session that this process runs in; None without one.
 
     >>> read_ssh_address({"SSH_CONNECTION": "10.0.0.9 51234 10.0.0.1 22"})
     '10.0.0.1'

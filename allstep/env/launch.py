@@ -1,28 +1,29 @@
-"""Which of how many workers a process is."""
+"""The rank of a process among how many workers."""
 
 import zlib
 from dataclasses import dataclass
 
-_PORTS = range(20_000, 30_000)  # below the ports that systems hand out by themselves
+_PORTS = range(20_000, 30_000)  # below the ephemeral ports
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Which of how many workers this process is, and where they meet.
+    """This process's rank, the number of workers, and the address where they meet.
 
     Attributes:
-        launcher: who started this process: "torchrun" (or the same variables by hand), "slurm",
-            "openmpi", "mpich" (and Intel MPI), "mvapich2", "jsrun", "flux", "horovodrun", "none".
-        rank, size: number of this worker and of all.
-        local_rank, local_size: the same on this node.
-        node_rank, num_nodes: number of this node and of all.
-        master_addr, master_port: where rank 0 listens; None if no one said (one node).
-        job_id: unlike for jobs that run at the same time.
-        has_store: whether the launcher serves the store at that address, in rank 0's place.
-        attempt: how often the launcher has started the workers again.
-        min_workers: where a launcher lets workers go on without those that are lost: with how few;
-            None where one that fails ends all.
-        joins: whether this worker comes to a run that others have begun.
+        launcher: what started this process: "torchrun" (or the same variables set by hand),
+            "slurm", "openmpi", "mpich" (and Intel MPI), "mvapich2", "jsrun", "flux", "horovodrun",
+            "none".
+        rank, size: this worker's rank, and the number of workers.
+        local_rank, local_size: the same within this node.
+        node_rank, num_nodes: this node's rank, and the number of nodes.
+        master_addr, master_port: where rank 0 listens; None if unknown (a single node).
+        job_id: differs between jobs that run at the same time.
+        has_store: whether the launcher, instead of rank 0, serves the store at that address.
+        attempt: number of times that the launcher has restarted the workers.
+        min_workers: the least number of workers that go on when others are lost; None if one
+            worker's failure ends all.
+        joins: whether this worker joins a run that others have begun.
     """
 
     launcher: str
@@ -42,5 +43,5 @@ class Launch:
 
 
 def port_of(job_id: str) -> int:
-    """A port that all workers of a job derive alike, and other jobs hardly."""
+    """A port that all workers of a job derive from its id; other jobs rarely derive the same."""
     return _PORTS[zlib.crc32(job_id.encode()) % len(_PORTS)]

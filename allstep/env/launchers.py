@@ -1,8 +1,8 @@
-"""Reads what launchers say.
+"""Reads the environment variables that launchers set.
 
-torchrun wins over MPI's launchers, these over srun (which starts their own helpers), and a process
-that none of them started is a single process. What is told a rank but not of how many is no single
-process: that would train alone in silence.
+torchrun's take precedence over those of MPI's launchers, and these over srun's (srun starts the
+helper processes of MPI's launchers). A process that none of them started is a single process. One
+that is given a rank but no number of workers is refused: it would silently train by itself.
 """
 
 import os
@@ -19,15 +19,15 @@ from allstep.errors import UsageError
 
 @dataclass(frozen=True)
 class _Names:
-    """What a launcher calls what it tells its workers.
+    """Names of the environment variables that a launcher sets for its workers.
 
     Attributes:
-        launcher: its name.
-        rank, size: of this worker and of all.
-        local_rank, local_size: the same on this node; several names for versions that differ.
-        num_nodes: of all.
-        job: each unlike for unlike jobs of a machine; some versions set only some.
-        export: a command that hands variables to all workers.
+        launcher: name of the launcher.
+        rank, size: variables of this worker's rank and of the number of workers.
+        local_rank, local_size: the same within this node; several names where versions differ.
+        num_nodes: variable of the number of nodes.
+        job: variables that differ between jobs on a machine; some versions set only some of them.
+        export: a command that passes variables to all workers.
     """
 
     launcher: str
@@ -50,7 +50,7 @@ _PMI = _Names(
     job=("PMI_JOBID", "PALS_APID"),
     export="mpiexec -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT 29500 ...",
 )
-_LAUNCHERS = (  # the generic PMI last: most others set it too
+_LAUNCHERS = (  # generic PMI last: most other launchers set its variables too
     _Names(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
@@ -102,19 +102,19 @@ _LAUNCHERS = (  # the generic PMI last: most others set it too
     ),
     _PMI,
 )
-# What says that a launcher was here, but not of how many workers this is one.
+# Variables that show that a launcher started this process, but not the number of workers.
 _TRACES = ("PMIX_RANK", "PMI_ID", "MPI_LOCALRANKID", "PALS_RANKID", "ALPS_APP_PE")
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Reads who started this process.
+    """Reads which launcher started this process, its rank and the number of workers.
 
     Args:
         environ: variables to read; the process's own if None.
 
     Raises:
-        UsageError: if the variables contradict each other, or are of a launcher that does not say
-            how many workers it started.
+        UsageError: if the variables contradict each other, or come from a launcher that does not
+            say how many workers it started.
 
     >>> read_launch({}).launcher
     'none'
@@ -132,13 +132,13 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _launcher_of(variables: Variables) -> _Names | None:
-    """Who has started several workers, torchrun aside."""
+    """The launcher that started several workers, other than torchrun; None if there is none."""
     srun = None
     if is_slurm_step(variables):
         srun = _Names("slurm", "SLURM_PROCID", slurm_size_name(variables))
     for names in _LAUNCHERS:
         if _are_set(variables, names) and variables.positive(names.size) > 1:
-            # srun may set PMI's variables too, and says more by its own.
+            # srun may set PMI's variables too, and its own say more.
             if names is _PMI and srun and _numbers(variables, names) == _numbers(variables, srun):
                 return srun
             return names
@@ -154,9 +154,9 @@ def _numbers(variables: Variables, names: _Names) -> tuple[int, int]:
 
 
 def _check_no_traces(variables: Variables) -> None:
-    """Who looks like one of several workers must not train alone."""
+    """Refuses a process that looks like one of several workers but would train by itself."""
     if was_started_by_srun(variables) or any(_are_set(variables, names) for names in _LAUNCHERS):
-        return  # of one worker
+        return  # a launcher's only worker
     told = [name for names in _LAUNCHERS for name in (names.rank, names.size)]
     for name in (*told, *_TRACES):
         if name in variables:
@@ -168,7 +168,7 @@ def _check_no_traces(variables: Variables) -> None:
 
 
 def _read_torchrun(variables: Variables) -> Launch:
-    """torchrun's variables, or the same set by hand."""
+    """Reads torchrun's variables, or the same ones set by hand."""
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in variables and other not in variables:
             raise UsageError(
@@ -212,7 +212,7 @@ def _read_torchrun(variables: Variables) -> Launch:
 
 
 def _check_no_other_launcher(variables: Variables, rank: int, size: int) -> None:
-    """RANK and WORLD_SIZE set by hand must say what mpirun or srun say."""
+    """Refuses RANK and WORLD_SIZE set by hand that contradict those of mpirun or srun."""
     names = _launcher_of(variables)
     if names is None or (rank, size) == _numbers(variables, names):
         return
@@ -224,7 +224,7 @@ def _check_no_other_launcher(variables: Variables, rank: int, size: int) -> None
 
 
 def _read_mpi(variables: Variables, names: _Names) -> Launch:
-    """The variables of mpirun, mpiexec and the like."""
+    """Reads the variables of mpirun, mpiexec and similar launchers."""
     rank, size = variables.place(names.rank, names.size, 0, 1)
     local_rank, local_size, num_nodes = _local_place(variables, names, rank, size)
     job_id = "/".join(filter(None, map(variables.text, names.job)))
@@ -243,7 +243,7 @@ def _read_mpi(variables: Variables, names: _Names) -> Launch:
         size,
         local_rank,
         local_size,
-        rank // local_size,  # a guess: none of these launchers numbers nodes
+        rank // local_size,  # a guess: none of these launchers gives a node's rank
         num_nodes,
         address,
         port if address is not None else None,
@@ -252,7 +252,7 @@ def _read_mpi(variables: Variables, names: _Names) -> Launch:
 
 
 def _local_place(variables: Variables, names: _Names, rank: int, size: int) -> tuple[int, int, int]:
-    """Rank and size on this node, and the number of nodes, as far as they are told."""
+    """Rank and size on this node, and the number of nodes, as far as the variables give them."""
     rank_name = variables.first_set(*names.local_rank)
     size_name = variables.first_set(*names.local_size)
     if size_name in variables or not names.num_nodes:
@@ -264,16 +264,16 @@ def _local_place(variables: Variables, names: _Names, rank: int, size: int) -> t
 
 
 def _starter_id(rank_name: str) -> str:
-    """The process that started all workers of this node: the nearest that is none itself.
+    """Id of the process that started this node's workers: the nearest ancestor that is no worker.
 
-    A script may lie between it and this process.
+    A script may stand between that process and this one.
     """
     pid = os.getppid()
     while True:
         try:
             stat = read_stat(pid)
             names = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it may be someone else's
+        except OSError:  # the process may be another user's
             return f"process {pid}"
         if pid == 1 or not any(name.startswith(f"{rank_name}=".encode()) for name in names):
             return f"process {pid}, started at {stat.start}"

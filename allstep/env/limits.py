@@ -1,4 +1,4 @@
-"""What this process may have: cores, and open files and connections."""
+"""Limits of this process: cores, open files and connections."""
 
 import os
 import resource
@@ -6,20 +6,20 @@ from pathlib import Path
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def make_room(num_descriptors: int) -> int:
-    """Raises the limit of open files, as far as the system lets it, so that so many more fit.
+    """Raises the limit of open files, as far as the system allows, to fit `num_descriptors` more.
 
     Args:
         num_descriptors: files and connections that are about to be opened.
 
     Returns:
-        How many more than are open now fit under the limit.
+        How many more files and connections can be opened under the limit.
 
     >>> make_room(1) > 0
     True
@@ -27,14 +27,14 @@ def make_room(num_descriptors: int) -> int:
     num_open = _num_open()
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit - num_open < num_descriptors:
-        wanted = num_open + 2 * num_descriptors  # what the user opens must fit, too
+        wanted = num_open + 2 * num_descriptors  # leaves room for files that the user opens
         limit = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
     return num_descriptors if limit == resource.RLIM_INFINITY else limit - num_open
 
 
 def _num_open() -> int:
-    """Descriptors of this process; a guess where the system does not list them."""
+    """Number of this process's open descriptors; a guess where the system does not list them."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         if Path(folder).is_dir():
             return len(os.listdir(folder))

@@ -1,13 +1,13 @@
-"""What the kernel says of a process."""
+"""What the kernel says about a process."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 
 class ProcessStat(NamedTuple):
-    """The state as a letter, the parent's number, and when it was started, in the kernel's count.
+    """A process's state as a letter, its parent's pid, and its start in clock ticks since boot.
 
-    The start tells a process from a later one with its number.
+    The start tells a process from a later one with the same pid.
     """
 
     state: str
@@ -16,15 +16,15 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left of it but its exit code."""
+        """Whether the process has ended, even if its exit code has not been read yet."""
         return self.state in ("Z", "X")
 
 
 def read_stat(pid: int) -> ProcessStat:
-    """What the kernel says now.
+    """Reads the present state of a process from the kernel.
 
     Raises:
-        OSError: if there is no such process, or if it is someone else's.
+        OSError: if there is no such process, or if it is another user's.
 
     >>> import os
     >>> read_stat(os.getpid()).parent == os.getppid()

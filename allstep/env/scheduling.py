@@ -1,4 +1,4 @@
-"""When the kernel lets a thread run."""
+"""How the kernel schedules threads."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Threads that are started inside wait for a free core, rather than take one when they wake.
+    """Makes threads that are started inside wait for a free core, not preempt others on waking.
 
-    Nothing changes where the system knows no such threads, or somebody has chosen already.
+    Nothing changes where the system has no such policy, or where another policy is set already.
 
     >>> with patient_threads():
     ...     pass

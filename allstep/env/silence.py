@@ -1,4 +1,4 @@
-"""How long the system waits for an answer over a connection before it gives it up."""
+"""How long the system waits for an answer on a connection before it closes it."""
 
 import contextlib
 import os
@@ -7,23 +7,23 @@ import stat
 from pathlib import Path
 
 _OWN_FILES = Path("/proc/self/fd")
-_NUM_PROBES = 4  # in that time, where nobody has sent anything
+_NUM_PROBES = 4  # probes within `silence_s` on an idle connection
 
 
 def limit_silence(port: int, silence_s: float) -> None:
-    """Has the system give up this process's connections whose other end doesn't answer for so long.
+    """Makes the system close this process's connections whose other end is silent for `silence_s`.
 
-    By itself it sends what got no answer again and again, for a quarter of an hour, and waits for
-    ever where it has nothing to send. Only Linux is told.
+    By default it resends unanswered packets for a quarter of an hour, and waits forever where it
+    has nothing to send. Works on Linux only; elsewhere nothing changes.
 
     Args:
-        port: of the other end.
-        silence_s: until whoever waits gets an error.
+        port: port of the other end; other connections are left as they are.
+        silence_s: seconds until a waiting call gets an error.
     """
     if not _OWN_FILES.exists():
         return
     for name in os.listdir(_OWN_FILES):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed by now, or not connected
             fd = int(name)
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as connection:

@@ -8,24 +8,24 @@ from allstep.errors import UsageError
 
 
 def was_started_by_srun(variables: Variables) -> bool:
-    """Did srun start this process? A batch script is not."""
+    """Whether srun started this process; it does not start a batch script."""
     has_step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
     return "SLURM_PROCID" in variables and has_step
 
 
 def is_slurm_step(variables: Variables) -> bool:
-    """Did srun start this process together with others?"""
+    """Whether srun started this process together with others."""
     size = variables.number(slurm_size_name(variables), 1)
     return was_started_by_srun(variables) and size > 1
 
 
 def slurm_size_name(variables: Variables) -> str:
-    """The variable that says how many workers srun has started."""
+    """Name of the variable that says how many workers srun has started."""
     return variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def read_slurm(variables: Variables) -> Launch:
-    """The variables of Slurm's srun."""
+    """Reads the variables of Slurm's srun."""
     size_name = slurm_size_name(variables)
     rank, size = variables.place("SLURM_PROCID", size_name, 0, 1)
     hosts_name = variables.first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")

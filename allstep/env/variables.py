@@ -6,28 +6,28 @@ from collections.abc import Mapping
 
 from allstep.errors import UsageError
 
-MIN_WORKERS = "ALLSTEP_MIN_WORKERS"  # set by a launcher that lets workers go on without others
-JOINS = "ALLSTEP_JOINS"  # set for a worker of a run that others have begun
+MIN_WORKERS = "ALLSTEP_MIN_WORKERS"  # set by a launcher that lets workers go on without lost ones
+JOINS = "ALLSTEP_JOINS"  # set for a worker that joins a run that others have begun
 
 
 class Variables:
-    """Environment variables, the process's own if no others are given, read with checks."""
+    """Environment variables, read with checks; the process's own unless others are given."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ
 
     def __contains__(self, name: str) -> bool:
-        return bool(self._environ.get(name))  # set to nothing counts as not set
+        return bool(self._environ.get(name))  # an empty variable counts as not set
 
     def text(self, name: str) -> str | None:
         return self._environ.get(name) or None
 
     def first_set(self, *names: str) -> str:
-        """The first of some names that is set, else the last."""
+        """The first of some names that is set; the last name if none is."""
         return next((name for name in names if name in self), names[-1])
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number, at least 0."""
+        """The value of a variable: a whole number, at least 0."""
         text = self.text(name)
         if text is None:
             if default is None:
@@ -38,14 +38,14 @@ class Variables:
         return int(text)
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """A whole number, at least 1."""
+        """The value of a variable: a whole number, at least 1."""
         value = self.number(name, default)
         if value < 1:
             raise UsageError(f"{name} (={value}) must be at least 1.")
         return value
 
     def place(self, rank_name: str, size_name: str, rank: int, size: int) -> tuple[int, int]:
-        """A rank and a size that fit; the defaults where neither is set."""
+        """A rank and a size that match; the defaults where neither is set."""
         if rank_name not in self and size_name not in self:
             return rank, size
         rank, size = self.number(rank_name, rank), self.positive(size_name, size)

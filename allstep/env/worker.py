@@ -1,4 +1,4 @@
-"""What a worker is told in the environment, and how a process stops being one."""
+"""Environment variables for workers, and their removal, which makes a worker a single process."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from allstep.env.variables import JOINS, MIN_WORKERS, Variables
 
 RUN_DIR = "ALLSTEP_RUN_DIR"
 
-# What launchers tell a worker of itself and its peers.
+# Variables in which launchers tell a worker its place among the others.
 _OF_LAUNCHERS = re.compile(
     r"((LOCAL|GROUP|ROLE|NODE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME"
     r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI|PMIX|PMI|PRTE|HYDI|MV2_COMM_WORLD)_\w+"
@@ -23,7 +23,7 @@ _OF_LAUNCHERS = re.compile(
 
 
 def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
-    """Makes a launcher's worker a single process, and so all that it starts.
+    """Makes a launcher's worker a single process, and so every process that it starts.
 
     Args:
         environ: variables to change; the process's own if None.
@@ -40,7 +40,7 @@ def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
 
 
 def allow_messages_in_turn(environ: MutableMapping[str, str] | None = None) -> None:
-    """Has torch not warn that a group's messages over NCCL go one after the other, as is meant.
+    """Silences torch's warning that a group's messages over NCCL are serialised, as they should be.
 
     Args:
         environ: variables to change; the process's own if None.
@@ -55,13 +55,13 @@ def allow_messages_in_turn(environ: MutableMapping[str, str] | None = None) -> N
 
 
 def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Where torchrun's agent looks for what made this worker fail; None without an agent."""
+    """The file in which torchrun's agent looks for this worker's error; None without an agent."""
     path = Variables(environ).text("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path is not None else None
 
 
 def read_run_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder in which `allstep launch --run-dir` has workers leave their last state.
+    """The folder where workers of `allstep launch --run-dir` leave their last state.
 
     >>> read_run_dir({}) is None
     True
@@ -71,10 +71,10 @@ def read_run_dir(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """What is the same each time that torchrun's agent starts this worker again, and only then.
+    """An id of torchrun's agent: the same after each restart of this worker by that agent.
 
     Returns:
-        A text for comparing; None if no agent has started this process.
+        A string to be compared; None if no agent has started this process.
 
     >>> read_agent_id({}) is None
     True
@@ -85,7 +85,7 @@ def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:
     pid = os.getppid()
     try:
         start = read_stat(pid).start
-    except OSError:  # it may be someone else's, or gone
+    except OSError:  # the parent may be another user's, or gone
         start = "?"
     return f"{run_id} {socket.gethostname()} {pid} {start}"
 
@@ -99,15 +99,16 @@ def environment_of_worker(
     min_workers: int | None = None,
     address: str = "127.0.0.1",
 ) -> dict[str, str]:
-    """This process's variables, and what torchrun would tell a worker on this machine.
+    """This process's variables, and those that torchrun would set for a worker on this machine.
 
     Args:
-        rank, size: number of the worker and of all.
-        store_port: of the store in which the workers meet.
-        job_id: unlike for jobs that run at the same time.
+        rank, size: the worker's rank, and the number of workers.
+        store_port: port of the store in which the workers meet.
+        job_id: differs between jobs that run at the same time.
         error_file: where the worker reports its failure.
-        min_workers: how few may go on without those that are lost; None if all end then.
-        address: of the machine that serves the store.
+        min_workers: the least number of workers that go on when others are lost; None if one
+            worker's failure ends all.
+        address: address of the machine that serves the store.
     """
     environ = dict(os.environ)
     forget_launch(environ)
@@ -130,10 +131,10 @@ def environment_of_worker(
 
 
 def environment_of_joiner(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker is told that comes to a run which others have begun.
+    """Environment variables of a worker that joins a run that others have begun.
 
     Args:
-        environ: of `environment_of_worker`, for any rank of those that come together.
+        environ: from `environment_of_worker`, for any rank of the workers that join together.
     """
     return {**environ, JOINS: "1", "RANK": "0", "WORLD_SIZE": "1"} | {
         "LOCAL_RANK": "0",
@@ -142,25 +143,25 @@ def environment_of_joiner(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of_script(run_dir: str | None) -> dict[str, str]:
-    """This process's variables for a user's script in its place, with one thread as by torchrun.
+    """This process's variables for the user's script that replaces it: one thread, as by torchrun.
 
-    A share of the cores would depend on the number of workers, and so the bits.
+    A share of the cores would depend on the number of workers, and with it the result's bits.
 
     Args:
-        run_dir: what `read_run_dir` gives there; None for nothing.
+        run_dir: what `read_run_dir` returns in the script; None to leave this process's own.
     """
     own = {} if run_dir is None else {RUN_DIR: run_dir}
     return {"OMP_NUM_THREADS": "1", **os.environ, **own}
 
 
 def set_environment(environ: Mapping[str, str]) -> None:
-    """Puts other variables in place of all of this process's own."""
+    """Replaces all of this process's environment variables."""
     os.environ.clear()
     os.environ.update(environ)
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> int | None:
-    """The threads that the user (or torchrun) wants in each worker; None if no one said.
+    """Number of threads per worker that the user (or torchrun) set; None if it is not set.
 
     >>> read_num_threads({"OMP_NUM_THREADS": "4"})
     4
