@@ -1,6 +1,6 @@
-"""A group of workers and what they can say to each other.
+"""A group of workers and the calls by which they communicate.
 
-`__all__` is for users; what is imported under the same name again, for the rooms above.
+`__all__` lists what users call; names imported `as` themselves are for the rooms above.
 """
 
 from allstep.comm.activity import Activity as Activity

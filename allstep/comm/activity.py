@@ -1,25 +1,26 @@
-"""What a worker is doing, noted as it goes."""
+"""What a worker is doing at the moment."""
 
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-_NUM_STEPS = 10  # of whose times means are kept
+_NUM_STEPS = 10  # recent steps over which times are averaged
 
 
 class Activity:
     """What a worker is doing: its phase, and the calls in which its threads wait.
 
     Attributes:
-        phase: of the step, such as "backward".
-        step: optimizer steps before this one, None before the first.
-        since_s: when the phase began, of `time.monotonic`.
-        metrics: the last ones.
-        num_total_steps: of the whole run; None if that is not known.
-        times_s: how long a step waited for data, computed, and waited for the exchange; means of
-            about the last ten steps, zeros before the first one's end.
-        straggler: who keeps the others waiting now, and what helps, in words; empty if nobody.
-        on_end: told how this worker ends, and with which error; None if no file is kept.
+        phase: phase of the step, such as "backward".
+        step: number of optimizer steps before the present one; None before the first.
+        since_s: when the phase began, by `time.monotonic`.
+        metrics: the latest metrics.
+        num_total_steps: number of steps of the whole run; None if unknown.
+        times_s: how long a step waited for data, computed, and waited for the exchange: means of
+            about the last ten steps; zeros until the first step has ended.
+        straggler: a sentence on which worker keeps the others waiting, and what helps; empty if
+            none does.
+        on_end: called with how this worker ends and the error's message; None if no file is kept.
 
     >>> activity = Activity()
     >>> activity.enter("backward", 3)
@@ -37,17 +38,17 @@ class Activity:
         self.times_s = (0.0, 0.0, 0.0)
         self.straggler = ""
         self.on_end: Callable[[str, str], None] | None = None
-        self._calls: dict[int, tuple[str, float]] = {}  # by thread
+        self._calls: dict[int, tuple[str, float]] = {}  # thread -> verb and start of its call
         self._num_timed = 0
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begins another phase; of the same step, if none is given."""
+        """Begins another phase, of the same step if `step` is not given."""
         self.phase, self.since_s = phase, time.monotonic()
         if step is not None:
             self.step = step
 
     def note_times(self, data_s: float, compute_s: float, wait_s: float) -> None:
-        """A step has ended; where its time went.
+        """Records where the time of a step that has just ended went.
 
         >>> activity = Activity()
         >>> activity.note_times(0.0, 1.0, 3.0)
@@ -64,32 +65,32 @@ class Activity:
         )
 
     def call(self, verb: str) -> "Call":
-        """Around a wait for other workers; one inside another belongs to it."""
+        """A context around a wait for other workers; of nested ones only the outermost counts."""
         return Call(self._calls, verb)
 
     def oldest_call(self) -> tuple[str, float] | None:
-        """The wait that has taken longest, and since when; None if nothing waits."""
+        """The wait that has lasted longest, and when it began; None if no thread waits."""
         return min(list(self._calls.values()), key=lambda call: call[1], default=None)
 
     def end(self, how: str, message: str = "") -> None:
-        """Says how this worker ends, where a file is kept."""
+        """Records how this worker ends, if a file is kept."""
         if self.on_end is not None:
             self.on_end(how, message)
 
 
 class Call:
-    """A context noted in a dict of calls by thread; a class, as there are many of them in a step.
+    """A context recorded in a dict of calls by thread; a class for speed, as a step enters many.
 
     Args:
-        calls: thread -> the outermost call in which it waits, and since when.
-        verb: of the call.
+        calls: thread -> the outermost call in which it waits, and when that began.
+        verb: verb of the call.
     """
 
     __slots__ = ("_calls", "_thread", "_verb")
 
     def __init__(self, calls: dict[int, tuple[str, float]], verb: str) -> None:
         self._calls, self._verb = calls, verb
-        self._thread: int | None = None  # where this is the outermost one
+        self._thread: int | None = None  # set only if this is the thread's outermost call
 
     def __enter__(self) -> None:
         thread = threading.get_ident()

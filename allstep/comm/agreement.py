@@ -1,7 +1,7 @@
-"""Makes sure that all workers want the same: one digest, and one comparison by a message.
+"""Checks that all workers want the same, by comparing one digest in one message.
 
-Workers that come for different things get an error that names them. Without it they would wait
-for each other, or take one tensor for another.
+Workers that make different calls get an error that names the calls. Without it they would wait for
+each other, or mistake one tensor for another.
 """
 
 import re
@@ -20,16 +20,16 @@ Details = Sequence[tuple[Any, ...]]
 
 _CURE = "Make the same calls with the same arguments in the same order on all workers."
 _DIGEST_BYTES = 8
-_MOST = 5  # differences that an error names
+_MOST = 5  # largest number of differences that an error names
 
 
 def digest(value: object) -> int:
-    """A number below 2^62, the same in every process, that stands for plain data."""
+    """A digest of plain data: a number below 2^62, the same in every process."""
     return int.from_bytes(digest_bytes(value), "big") >> 2
 
 
 def digest_bytes(value: object) -> bytes:
-    """A few bytes, the same in every process, that stand for plain data."""
+    """A digest of plain data: a few bytes, the same in every process."""
     return blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -44,27 +44,27 @@ def agree(
     cure: str = _CURE,
     verb: str = "agree",
 ) -> list[bytes]:
-    """Lets all workers go on, or none. Collective.
+    """Lets either all workers go on, or none. Collective.
 
-    Digests of one size go ahead, whatever is compared; only where they differ, all say more.
+    Workers first exchange digests of a fixed size; the details follow only if the digests differ.
 
     Args:
         group: the workers.
         action: what this worker wants to do, in words.
         details: what it wants to do it with.
-        fault: why this worker cannot do it.
-        details_digest: the digest of `details`, where it is known.
-        told: what this worker tells the others besides, in the same message; may differ.
-        cure: ends the error's message.
-        verb: the communicator's verb that compares, for errors where others call another one.
+        fault: why this worker cannot do it; None if it can.
+        details_digest: digest of `details`, if it is already known.
+        told: further bytes for the others, in the same message; they may differ between workers.
+        cure: end of the error's message, which says what to do.
+        verb: name of the comparing call, for the errors of workers that make another call.
 
     Returns:
-        What each worker told, by rank.
+        `told` of each worker, by rank.
 
     Raises:
-        DisagreementError: on every worker without a fault, if action or details differ; names the
-            difference and the ranks.
-        UsageError: with `fault`.
+        DisagreementError: on every worker without a fault, if actions, faults or details differ;
+            names the difference and the ranks.
+        UsageError: on workers with a fault; the message is `fault`.
     """
     bodies = [told]
     if group.size > 1:
@@ -92,7 +92,7 @@ def explain(
     cure: str = _CURE,
     verb: str = "agree",
 ) -> str:
-    """Who wants what, once it is known that the workers differ. Collective; see `agree`."""
+    """Which workers want what, once their digests are known to differ. Collective; see `agree`."""
     own = encode((action, fault, [list(map(str, entry)) for entry in details]))
     found = [decode(body) for body in group.messages.all_gather(own, verb, compares=True)]
     numbers = group.wire.names.numbers
@@ -107,7 +107,7 @@ def explain(
 
 
 def _differences(tables: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> Iterator[str]:
-    """Words for each name whose value isn't the same in the tables of all ranks.
+    """A description of each name whose value differs between the ranks' tables.
 
     >>> list(_differences([{"a": "[2]"}, {"a": "[3]"}, {"a": "[2]"}], range(3)))
     ['`a` is [2] on ranks 0, 2; [3] on rank 1']

@@ -1,12 +1,12 @@
-"""Calls that a worker announces, so that those who wait for it elsewhere learn at once.
+"""Calls that a worker announces, so that workers that wait for it elsewhere learn of them early.
 
-[Note: announced calls] A worker that saves a checkpoint waits for the others there. If these go on
-to their next exchange instead, they wait for it in another group, where no message tells, and all
-of them wait until the timeout. So before such a call, which is rare, a worker writes in the group's
-store which call it is, and how many exchanges it has begun. Whoever has waited for an exchange for
-a second reads that. Where a worker waits in a call that this one has not come to, and has not begun
-the exchange that this one waits for, neither can ever come. Both are said to be in the thread that
-made the communicator; what other threads do is not looked at.
+[Note: announced calls] A worker that saves a checkpoint waits for the others in that call. If these
+go on to their next exchange instead, they wait in another group, no message says so, and all
+workers wait until the timeout. So before such a call, which is rare, a worker writes to the group's
+store which call it makes and how many exchanges it has begun. A worker that has waited a second for
+an exchange reads this entry. If another worker waits in a call that this one has not made, and has
+not begun the exchange that this one waits for, neither wait can ever end. This covers calls and
+exchanges of the thread that made the communicator; other threads are ignored.
 """
 
 import json
@@ -27,12 +27,12 @@ _CURE = "Make the same calls in the same order on all workers, not on one of the
 
 
 class AnnouncedCalls:
-    """The announced calls and the exchanges of a group, as one of its workers makes them.
+    """One worker's record of the announced calls and the exchanges of a group.
 
     Args:
-        store: of the group; None if nobody announces anything.
-        number: of this worker.
-        activity: of this worker, to which waits are told.
+        store: the group's store; None if no calls are announced.
+        number: this worker's number in the first group.
+        activity: this worker's activity, which records its waits.
     """
 
     def __init__(self, store: Store | None, number: int, activity: Activity) -> None:
@@ -42,10 +42,10 @@ class AnnouncedCalls:
 
     @contextmanager
     def call(self, action: str) -> Iterator[None]:
-        """Around a call in which all workers are to meet; tells them of it.
+        """A context around a call that needs all workers; announces it to them.
 
         Raises:
-            DisagreementError: if another worker has found out that it waits elsewhere.
+            DisagreementError: if another worker has found that it waits elsewhere.
         """
         if not self._is_home:
             yield
@@ -61,18 +61,18 @@ class AnnouncedCalls:
             raise
 
     def begin_exchange(self) -> int:
-        """Counts an exchange that this worker takes part in from now on; its number."""
+        """Counts an exchange that this worker begins; returns the exchange's number."""
         self._num_exchanges += self._is_home
         return self._num_exchanges
 
     def wait(self, work: Work[Any], exchange: int, action: str, abort: Callable[[], None]) -> None:
-        """Waits for an exchange, unless another worker can never come to it.
+        """Waits for an exchange, unless another worker can never begin it.
 
         Args:
-            work: what to wait for.
-            exchange: its number.
+            work: the exchange's Work.
+            exchange: the exchange's number.
             action: what this worker wants to do, in words.
-            abort: ends the group, so that the others fail too.
+            abort: function that aborts the group, so that the others fail too.
 
         Raises:
             DisagreementError: if another worker waits in a call that this one has not made.
@@ -95,7 +95,7 @@ class AnnouncedCalls:
                     raise DisagreementError(words) from error
                 if not isinstance(error, CollectiveTimeoutError):
                     raise
-                if work.is_completed():  # with an error that tells of the group's own timeout
+                if work.is_completed():  # failed after the group's own timeout
                     work.wait()
                     return
 

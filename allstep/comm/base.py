@@ -1,4 +1,4 @@
-"""What every verb needs: who this worker is, its wire, and checks of arguments."""
+"""What every verb needs: this worker's rank, its wire, and checks of arguments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from allstep.comm.wire import Wire
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 
-PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
+PRIVATE_TAG = 1 << 30  # for gather and scatter; users' tags are below
 
 
 class CommunicatorBase:
@@ -28,11 +28,13 @@ class CommunicatorBase:
         self.become(wire, topology)
 
     def become(self, wire: Wire, topology: Topology) -> None:
-        """Takes a group's place, after `abort` another's; what was made with that is of no use.
+        """Makes this the communicator of a group; after `abort`, of another group.
+
+        Whatever was made with the earlier group can't be used any more.
 
         Args:
-            wire: of the group; of another one with the same activity.
-            topology: this worker's place in it.
+            wire: the group's wire; that of another group must have the same activity.
+            topology: this worker's place in the group.
         """
         self.rank = wire.rank
         self.size = wire.size
@@ -44,7 +46,7 @@ class CommunicatorBase:
         self.wire = wire  # raw tensors to and from other ranks
         self._dependents: WeakValueDictionary[int, Dependent] = WeakValueDictionary()
         self.messages = Messages(wire, wire.transport_device(torch.device("cpu")))
-        # An accelerator's backend knows no tags: what is sent first arrives first.
+        # An accelerator's backend has no tags: messages arrive in the order in which they are sent.
         has_tags = not is_accelerator(wire.transport_device(self.device))
         self._inbox = Inbox(wire.names, has_tags=has_tags)
         store = None if wire.group is None else wire.group.get_group_store()
@@ -52,37 +54,37 @@ class CommunicatorBase:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """torch's group beneath; None for a single process and after `close`."""
+        """The underlying process group of torch; None for a single process and after `close`."""
         return self.wire.group
 
     @property
     def activity(self) -> Activity:
-        """What this worker is doing; the same in all groups that were split off."""
+        """What this worker is doing; shared by all groups split off from one."""
         return self.wire.names.activity
 
     def add_dependent(self, dependent: Dependent) -> None:
-        """Aborts it too when this communicator is aborted; it is held weakly."""
+        """Registers an object, held weakly, that is aborted with this communicator."""
         self._dependents[id(dependent)] = dependent
 
     @property
     def _alive_dependents(self) -> list[Dependent]:
-        """In a list of their own: another thread may add one, or the last reference may go."""
+        """The dependents, in a new list: another thread may add one, or a last reference may go."""
         held = (reference() for reference in self._dependents.valuerefs())
         return [dependent for dependent in held if dependent is not None]
 
     def _compare(self, verb: str, wanted: str = "", equal: str = "arguments") -> None:
-        """Raises DisagreementError on every rank unless all of them want the same.
+        """Raises DisagreementError on every rank unless all ranks want the same.
 
         Args:
-            verb: names the call in errors, and tells it from others.
-            wanted: what this rank wants of it.
-            equal: the arguments that must be equal on all ranks, for the error.
+            verb: name of the call, which must be the same on all ranks.
+            wanted: the arguments with which this rank makes it, in words.
+            equal: what errors call the arguments that must be equal on all ranks.
         """
         cure = f"Pass equal {equal} on all ranks."
         agree(self, f"`{verb}` {wanted}".rstrip(), verb=verb, cure=cure)
 
     def _named(self, rank: int) -> str:
-        """A rank as errors call it. [Note: names]"""
+        """A rank as errors call it. [Note: rank names]"""
         return self.wire.names.named(rank)
 
     @property

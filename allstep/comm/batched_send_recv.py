@@ -1,4 +1,4 @@
-"""Point-to-point messages whose shapes both sides know: no word about them travels."""
+"""Point-to-point messages whose shapes both sides know, so that no header is sent."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ _TAG = PRIVATE_TAG + 16
 
 
 class BatchedSendRecv:
-    """Messages between workers: through shared memory on one host, else over the wire.
+    """Messages between workers: through shared memory within a host, otherwise over the wire.
 
     Args:
-        comm: the workers. The first exchange is collective: all of them make it.
+        comm: the workers. The first exchange is collective: all workers must make it.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -29,7 +29,7 @@ class BatchedSendRecv:
         self._has_met = False
 
     def _meet(self) -> Mailboxes | None:
-        """None where there is nobody to share memory with. Collective."""
+        """Makes the mailboxes; None if workers can't share memory. Collective."""
         comm = self._comm
         if comm.size == 1 or comm.num_nodes > 1 or is_accelerator(comm.device):
             return None
@@ -52,20 +52,20 @@ class BatchedSendRecv:
         device: torch.device,
         verb: str,
     ) -> Work[dict[int, Tensor]]:
-        """Posts one message to each of some ranks and one from each of some, all at once.
+        """Posts one send to each of some ranks and one receive from each of some, all at once.
 
         The ranks must agree on who sends what to whom: otherwise they get garbage or a typed
         error.
 
         Args:
-            outgoing: rank -> what it gets; not this rank.
-            incoming: rank -> shape of what it sends; not this rank.
-            dtype: of all of them.
-            device: where what comes shall be.
-            verb: names the call in errors.
+            outgoing: rank -> tensor to send there; other ranks only.
+            incoming: rank -> shape of the tensor that it sends; other ranks only.
+            dtype: dtype of all tensors.
+            device: the device on which received tensors are returned.
+            verb: name of the call, for errors.
 
         Returns:
-            A Work of rank -> what came from there.
+            A Work of rank -> tensor received from it.
         """
         rooms = {
             peer: torch.empty(
@@ -73,11 +73,11 @@ class BatchedSendRecv:
             )
             for peer, shape in incoming.items()
         }
-        if not self._has_met:  # also where this rank has nothing to send
+        if not self._has_met:  # even if this rank sends nothing: the meeting is collective
             self._mailboxes, self._has_met = self._meet(), True
         posted = []
         for peer in sorted(outgoing.keys() | rooms.keys()):
-            # The lower rank's message goes first: NCCL serves a pair's calls in their order.
+            # The lower rank's message goes first: NCCL runs a pair's calls in the order made.
             for is_send in (self._comm.rank < peer, self._comm.rank > peer):
                 if is_send and peer in outgoing:
                     posted.append(self._send(outgoing[peer], peer, verb))
@@ -101,7 +101,7 @@ class BatchedSendRecv:
         return mailboxes.expect(room, peer, verb)
 
     def _mailboxes_for(self, x: Tensor) -> Mailboxes | None:
-        """Those that a tensor fits; both sides of a message say the same."""
+        """The mailboxes if a tensor fits; both sides of a message decide the same."""
         mailboxes = self._mailboxes
         if mailboxes is None or is_accelerator(x.device) or x.nbytes > mailboxes.message_bytes:
             return None

@@ -1,7 +1,7 @@
-"""Plain data as bytes and back, so safely that the bytes may come from a stranger.
+"""Plain data as bytes and back; decoding is safe for bytes from any source.
 
-[Note: safe encoding] msgpack knows only plain data; what it lacks travels as extension types
-that name no code to run, and whose contents are checked before numpy or torch see them.
+[Note: safe encoding] msgpack holds only plain data; other types are sent as extension types, which
+name no code to run, and whose contents are checked before numpy or torch see them.
 """
 
 import re
@@ -27,11 +27,11 @@ _KNOWN = (
     "numpy arrays and scalars, CPU tensors"
 )
 
-# Of extension types in each other. Each level is a call of msgpack's, which takes some 50 KB of the
-# thread's stack: 200 of them end the process.
+# Levels of nested extension types. Each is a call of msgpack, which takes some 50 KB of the
+# thread's stack: 200 levels crash the process.
 _MOST_NESTED = 32
 
-DICTS = (dict, OrderedDict, Counter)  # classes that are encoded, and no others that inherit them
+DICTS = (dict, OrderedDict, Counter)  # the classes that are encoded; no subclasses are
 
 Store = Callable[[Tensor], str]
 Load = Callable[[str], Tensor]
@@ -42,12 +42,12 @@ def encode(obj: Any, store: Store | None = None) -> bytes:
 
     Args:
         obj: None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, Counter,
-            set, numpy arrays and scalars, CPU tensors, nested as you like.
-        store: takes each tensor of `obj`, in its order, and returns a name that the bytes hold in
-            its place; by default they hold its values.
+            set, numpy arrays and scalars, CPU tensors, nested in each other.
+        store: is called with each tensor of `obj`, in order, and returns a name, which the bytes
+            hold instead of the tensor; by default they hold its values.
 
     Raises:
-        UsageError: if there is anything else in `obj`; the message names its type.
+        UsageError: if `obj` holds anything else; the message names its type.
 
     >>> decode(encode({"steps": (1, 2**80), 3: [None, True, 0.5, b"x"]}))
     {'steps': (1, 1208925819614629174706176), 3: [None, True, 0.5, b'x']}
@@ -79,11 +79,11 @@ def _encode(obj: Any, store: Store | None, level: int) -> bytes:
 
 
 def decode(data: bytes | memoryview, load: Load | None = None) -> Any:
-    """Decodes what `encode` made.
+    """Decodes what `encode` returned.
 
     Args:
         data: the bytes.
-        load: gives the tensor for a name that `store` returned.
+        load: returns the tensor for a name that `store` returned.
 
     Raises:
         CommunicationError: if `data` is anything else.
@@ -110,13 +110,13 @@ def _decode(data: bytes | memoryview, load: Load | None, level: int) -> Any:
 
 
 def _extend(obj: Any, store: Store | None, level: int) -> msgpack.ExtType:
-    """What msgpack does not know, as an extension type."""
+    """An extension type for an object that msgpack does not support."""
     code, content = _plain(obj, store)
     return msgpack.ExtType(code, _encode(content, store, level + 1))
 
 
 def _plain(obj: Any, store: Store | None) -> tuple[int, Any]:
-    """The type's code, and its contents by other types."""
+    """The code of an object's type, and its contents as simpler types."""
     kind = type(obj)
     if kind is tuple:
         return _TUPLE, list(obj)
@@ -170,7 +170,7 @@ def _array(content: Any) -> np.ndarray[Any, Any]:
     dtype, shape, values = content
     if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(f"numpy dtype {dtype!r}")
-    if np.dtype(dtype).itemsize == 0:  # texts that are all empty
+    if np.dtype(dtype).itemsize == 0:  # an array of empty strings
         return np.zeros(shape, dtype)
     return np.frombuffer(values, dtype).reshape(shape).copy()
 

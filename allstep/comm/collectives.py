@@ -41,10 +41,10 @@ class TensorCollectives(CommunicatorBase):
 
         Args:
             x: tensor or tuple of tensors; shapes, dtypes and structure may differ between ranks.
-            check: whether the ranks first compare which verb they call; pass the same on all.
+            check: whether the ranks first compare which verb they call; the same on all.
 
         Returns:
-            One entry a rank, on `x`'s device.
+            One entry per rank, on `x`'s device.
         """
         layout = Layout.of(x)
         if check:
@@ -65,10 +65,10 @@ class TensorCollectives(CommunicatorBase):
 
         Args:
             xs: `size` tensors or tuples of tensors of any shapes and dtypes.
-            check: whether the ranks first compare which verb they call; pass the same on all.
+            check: whether the ranks first compare which verb they call; the same on all.
 
         Returns:
-            One entry a rank, on the device of `xs`.
+            One entry per rank, on the device of `xs`.
         """
         xs = self._check_one_per_rank("xs", xs)
         own = [Layout.of(x, "xs") for x in xs]
@@ -88,11 +88,11 @@ class TensorCollectives(CommunicatorBase):
 
         Args:
             x: tensor or tuple of tensors; shapes, dtypes and structure may differ between ranks.
-            root: the rank that gets them.
+            root: the rank that receives them.
             check: whether the ranks first compare which verb and root they want; the same on all.
 
         Returns:
-            On the root one entry a rank, on `x`'s device; None elsewhere.
+            On the root one entry per rank, on `x`'s device; None elsewhere.
         """
         self._check_rank("root", root)
         if check:
@@ -119,7 +119,7 @@ class TensorCollectives(CommunicatorBase):
         Args:
             xs: on the root `size` tensors or tuples of tensors of any shapes and dtypes; None
                 elsewhere.
-            root: the rank that has them.
+            root: the rank that sends them.
             check: whether the ranks first compare which verb and root they want; the same on all.
 
         Returns:
@@ -132,7 +132,7 @@ class TensorCollectives(CommunicatorBase):
             return _to(self._recv(root, PRIVATE_TAG, "scatter", "scatter"), self.device)
         xs = self._check_one_per_rank("xs", xs)
         for x in xs:
-            Layout.of(x, "xs")  # refuses before anything is sent
+            Layout.of(x, "xs")  # raises before anything is sent
         posted = [self._send(xs[rank], rank, PRIVATE_TAG, "scatter") for rank in self._others]
         for call in posted:
             call.wait()
@@ -178,7 +178,7 @@ class TensorCollectives(CommunicatorBase):
         self.wire.broadcast(buffer, root, "broadcast").wait()
         if own is None:
             return _to(layout.unpack(buffer), self.device)
-        if own != layout:  # told only now, so that the other ranks are not left waiting
+        if own != layout:  # raised only now, so that the other ranks are not left waiting
             raise DisagreementError(
                 f"`broadcast`: {self._named(self.rank)} gave {own} to fill, the root "
                 f"({self._named(root)}) sent {layout}; pass equal shapes and dtypes, or None."
@@ -188,17 +188,17 @@ class TensorCollectives(CommunicatorBase):
         return x
 
     def all_gather_into_tensor(self, x: Tensor, *, check: bool = False) -> Tensor:
-        """Every rank's tensor, stacked; a single message, while `all_gather` first sends shapes.
+        """Every rank's tensor, stacked; a single message, whereas `all_gather` sends shapes first.
 
         Ranks that pass different shapes or dtypes get garbage or a PeerLostError, or Gloo ends
-        their process: use it if shapes are known to be equal, or pass `check`.
+        their process: use it only if shapes are known to be equal, or pass `check`.
 
         Args:
             x: [*shape], of the same shape and dtype on every rank.
             check: whether the ranks first compare verb, shape and dtype; the same on all.
 
         Returns:
-            [size, *shape]; row r is rank r's.
+            [size, *shape]; row r is rank r's tensor.
 
         >>> from allstep.comm import Communicator
         >>> Communicator.single_process().all_gather_into_tensor(torch.ones(2))
@@ -212,7 +212,7 @@ class TensorCollectives(CommunicatorBase):
         return _rows(parts, x, (self.size, *x.shape))
 
     def all_to_all_single(self, x: Tensor, *, check: bool = False) -> Tensor:
-        """Row r of every rank's tensor goes to rank r; see `all_gather_into_tensor`.
+        """Sends row r of every rank's tensor to rank r; see `all_gather_into_tensor`.
 
         Args:
             x: [size, *shape], of the same shape and dtype on every rank.
@@ -222,7 +222,7 @@ class TensorCollectives(CommunicatorBase):
             [size, *shape]; row r came from rank r.
 
         Raises:
-            UsageError: if `x` has not `size` rows.
+            UsageError: if `x` does not have `size` rows.
         """
         _check_tensor(x, "all_to_all")
         if not x.dim() or x.shape[0] != self.size:
@@ -257,7 +257,7 @@ class TensorCollectives(CommunicatorBase):
             x: tensor or tuple of tensors of any shapes and dtypes.
             dest: the rank that receives; not this one.
             tag: distinguishes messages to the same rank (on CUDA only their order does).
-            async_op: return a Work at once, which must be waited for; don't change `x` before.
+            async_op: return a Work at once; it must be waited for, and `x` not changed before.
         """
         self._check_peer("dest", dest, tag)
         work = self._send(x, dest, tag, "send")
@@ -324,8 +324,8 @@ def _in_own_stream(
 ) -> tuple[Tensors, Event | None]:
     """Receives in a thread; also returns the event after which an accelerator has the tensors.
 
-    The current stream of a new thread is the device's default stream: there the message would hold
-    up everything that the program launches meanwhile.
+    The current stream of a new thread is the device's default stream: on that stream the message
+    would delay everything that the program launches meanwhile.
     """
     if not has_streams(device):
         return receive(), None

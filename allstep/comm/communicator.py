@@ -79,7 +79,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         return self._last_state
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Communicator":
-        return self  # a copy of a module that holds it is on the same workers
+        return self  # a copied module keeps the communicator
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -106,7 +106,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and not (name == "color" and value is None):
                 raise UsageError(f"`{name}` (={value!r}) must be an int.")
-        color = None if color is None else int(color)  # True is 1 to others, too
+        color = None if color is None else int(color)  # True equals 1 on other workers, too
         self.wire.names.withdraw_report()
         group_id = self.wire.new_group_id() if self.rank == 0 else 0
         message = encode((color, key, self.node_rank, group_id))
@@ -119,16 +119,16 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], wire.rank)
         new = Communicator(wire, topology, self.device)
         self.add_dependent(new)
-        new.barrier()  # one that left at once would break off the others' connecting
+        new.barrier()  # a worker that left at once would stop the others' connecting
         new.wire.names.last_call = "split"
         return new
 
     def mesh(self, **axes: int) -> "Mesh[Communicator]":
-        """Names axes over the workers; all of them must call it.
+        """Arranges the workers along named axes; all of them must call it.
 
-        Attach a model that is divided over the other axes to the axis of data,
+        Attach a model that is divided over the other axes to the data axis,
         `attach(model, mesh["data"])`: each parameter's gradient is the mean over the workers that
-        have the parameter.
+        hold the parameter.
 
         Args:
             axes: name -> length, slowest axis first; their product is `size`.

@@ -1,12 +1,12 @@
-"""Gloo's connections beside a group's calls: whether they are there still, and how to close them.
+"""Gloo's connections, apart from a group's calls: checks that they are open, and closes them.
 
-[Note: missed ends] Gloo tells the end of a connection to the calls that are queued on it, but not
-to one whose bytes it is just receiving or sending: that lasts until its timeout. So whoever waits
-for long looks, now and then, whether the connections that the call needs are there still. For a
-message, whose wait can't be cut in pieces, that takes a thread, which made rings of messages of
-4 MiB slower by a fifth inside of a host: those of less than 16 MiB are left to their timeout. A
-rank that has made all its calls may close its connections while others end theirs; it says so in
-the group's store. Where that is gone, too, a call has some seconds to end.
+[Note: missed ends] When a connection closes, Gloo fails the calls that are queued on it, but not
+one whose bytes it is just receiving or sending: that lasts until its timeout. So a long wait
+checks from time to time that the connections that its call needs are still open. The wait for a
+message can't be cut in pieces, so this takes a thread, which made rings of messages of 4 MiB slower
+by a fifth within a host: messages of less than 16 MiB are left to their timeout. A rank that has
+made all its calls may close its connections while others end theirs; it says so in the group's
+store. Where the store is gone, too, a call has some seconds to end.
 """
 
 import time
@@ -21,14 +21,14 @@ from allstep.comm.failures import is_timeout
 from allstep.comm.work import answer_of_store
 
 _UNKNOWN_S = 5.0
-_TAG = (1 << 31) - 1  # nothing is ever sent with it
+_TAG = (1 << 31) - 1  # no message is ever sent with this tag
 
 
 class Connections:
-    """Those of a group of Gloo's.
+    """The connections of a Gloo group.
 
     Args:
-        group: whose they are.
+        group: the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -36,10 +36,10 @@ class Connections:
         self._gone_since_s: dict[int, float] = {}
 
     def check(self, peers: Iterable[int] | None) -> None:
-        """Raises Gloo's RuntimeError if a peer's is closed and the peer has not left well.
+        """Raises Gloo's RuntimeError if a peer's connection is closed, unless the peer has left.
 
         Args:
-            peers: ranks of the group; None for all others.
+            peers: ranks of the group; None for all other ranks.
         """
         for peer in self._others() if peers is None else peers:
             try:
@@ -53,7 +53,7 @@ class Connections:
                     raise
 
     def leave(self) -> None:
-        """Says that this rank has made all its calls, before its connections are closed."""
+        """Records in the store that this rank has made all its calls, before connections close."""
         with suppress(RuntimeError):
             self._group.get_group_store().set(_key(self._group.rank()), "")
 
@@ -61,16 +61,16 @@ class Connections:
         return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
 
     def _has_left(self, peer: int) -> bool | None:
-        """Whether a peer has left well; None if nobody can say."""
+        """Whether a peer has recorded that it left; None if the store does not answer."""
         store = self._group.get_group_store()
         return answer_of_store(lambda: store.check([_key(peer)]))
 
     def close(self) -> None:
-        """Closes them, so that the group's other ranks fail at once.
+        """Closes the connections, so that the group's other ranks fail at once.
 
-        Gloo closes them itself when nobody holds the group any more, which cannot be known here.
-        So let a call time out: the first that does closes all; on one that is closed already a
-        call fails for that reason.
+        Gloo closes them by itself when the last reference to the group is gone, but others may hold
+        one. So this makes a call time out, whereupon Gloo closes all connections. On a connection
+        that is closed already the call fails for that reason, and the next one is tried.
         """
         for peer in self._others():
             try:

@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel does around a module."""
+"""Recognises torch's DistributedDataParallel around a module."""
 
 import gc
 from collections.abc import Iterable
@@ -14,47 +14,48 @@ WITHOUT_DDP = (
 
 
 def is_ddp(module: nn.Module) -> bool:
-    """Whether it exchanges the gradients of a module inside by itself."""
+    """Whether a module is a DistributedDataParallel, which exchanges gradients by itself."""
     return isinstance(module, DistributedDataParallel)
 
 
 def is_in_ddp(model: nn.Module) -> bool:
-    """Whether it is called in the forward of a DistributedDataParallel around it."""
+    """Whether the model runs in the forward pass of a DistributedDataParallel around it."""
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch's own mark
     return ddp is not None and any(module is model for module in ddp.modules())
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Whether it is in `ddp.join()`, where workers may have different numbers of batches."""
+    """Whether `ddp` is in `ddp.join()`, where workers may have different numbers of batches."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def find_ddp(parameters: Iterable[Tensor], hook: object = None) -> DistributedDataParallel | None:
-    """One that exchanges the gradient of one of these, whichever module it was made of.
+    """The DistributedDataParallel that exchanges the gradient of one of `parameters`, if any does.
 
-    It leaves no mark on its parameters, and nobody keeps a list: the garbage collector knows all
-    objects. It takes about 0.03 s, and is not asked where torch.distributed was not initialized.
+    DDP leaves no mark on its parameters, and there is no list of DDPs, so this searches all objects
+    of the garbage collector. It takes about 0.03 s, and is skipped if torch.distributed is not
+    initialised.
 
     Args:
-        parameters: of which it has one.
-        hook: if several do, the one that calls this communication hook.
+        parameters: the parameters.
+        hook: a communication hook; of several DDPs the one that calls it is returned.
     """
     if not dist.is_initialized():
         return None
     ids = {id(p) for p in parameters}
     if not _ddps_of(ids):
         return None
-    gc.collect()  # what nobody holds any more exchanges nothing from now on
+    gc.collect()  # a DDP without references exchanges nothing from now on
     ddps = _ddps_of(ids)
     callers = (ddp for ddp in ddps if any(hook is own for own, _ in ddp._comm_hooks))
     return next(callers, next(iter(ddps), None))
 
 
 def _ddps_of(ids: set[int]) -> list[DistributedDataParallel]:
-    """Those that have a parameter with one of these `id`s."""
+    """The DistributedDataParallels that have a parameter with one of these `id`s."""
     kinds = [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    # An object refers to its class. Not by isinstance, which asks some objects for an attribute.
+    # An object refers to its class. isinstance would ask some objects for an attribute.
     ddps = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     return [ddp for ddp in ddps if any(id(p) in ids for p in ddp.parameters())]

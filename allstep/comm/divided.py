@@ -1,4 +1,4 @@
-"""Parts of a model that only some workers have, as seen by what exchanges gradients."""
+"""Parts of a model that only some workers hold, as the exchange of gradients sees them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.mesh import Mesh
 from allstep.torch_classes import loaded_class
 
-if TYPE_CHECKING:  # its import takes seconds
+if TYPE_CHECKING:  # this import takes seconds
     from torch.distributed.fsdp import FSDPModule
 
 
@@ -22,23 +22,24 @@ CallGradientHook = Callable[[str, nn.Parameter, int, Tensor], Tensor | None]
 
 
 class DividedModules(nn.ModuleDict):
-    """Modules that are divided over workers, under names that are the same whoever has them.
+    """Modules of which each worker holds some, under names that are the same on all workers.
 
-    [Note: divided parameters] `attach` leaves them to the worker that has them: it neither sends
+    [Note: divided parameters] `attach` leaves them to the worker that holds them: it sends neither
     their values nor their gradients. The layer around them must send data through the workers, so
     that their gradient is that of the sum of all workers' losses,
 
         grad = scale * sum_r grad of loss_r
 
-    with the scale of every other gradient: 1/size for a mean, 1 where losses are weighed already.
-    Where there are copies of them, data go through the workers of one, and `attach` adds up the
-    gradients of all. [Note: copies of divided modules]
+    with the scale of every other gradient: 1/size for a mean, 1 where losses are weighted already.
+    Where there are several copies of the modules, data go through the workers of one copy, and
+    `attach` adds up the gradients of all copies. [Note: copies of divided modules]
 
     Args:
-        comm: the workers that they are divided over.
-        names: of the modules of all workers, in an order that does not depend on who has them.
-        workers: those that the model is attached to, if there are copies on others than `comm`'s.
-        copies: those of them that have the same modules.
+        comm: the workers over which one copy of the modules is divided.
+        names: names of the modules of all workers, in the same order on all of them.
+        workers: the workers that the model is attached to, if other workers than those of `comm`
+            hold copies.
+        copies: the workers among them that hold the same modules as this one.
     """
 
     def __init__(
@@ -56,29 +57,30 @@ class DividedModules(nn.ModuleDict):
 
     @property
     def comm(self) -> Communicator:
-        """The workers that they are divided over."""
+        """The workers over which one copy of the modules is divided."""
         return self._comm
 
     @property
     def workers(self) -> Communicator:
-        """Those that the model is attached to."""
+        """The workers that the model is attached to."""
         return self._workers
 
     @property
     def copies(self) -> Communicator | None:
-        """Those of them that have the same modules; None if only this one has."""
+        """The workers among them that hold the same modules; None if only this one does."""
         return self._copies
 
     def call(self, name: str, x: Tensor, rank: int) -> Any:
-        """What a module makes of a worker's data.
+        """Calls a module with one worker's data; returns the module's output.
 
-        A backward pass adds up the gradients of all workers' data before a parameter gets them.
-        Where there are hooks for these gradients, a call has aliases of the parameters.
+        A backward pass adds up the gradients from all workers' data before a parameter gets them.
+        Where hooks are registered for the separate gradients, a call uses aliases of the
+        parameters.
 
         Args:
-            name: of the module.
-            x: what it is called with.
-            rank: the worker whose data it is.
+            name: name of the module.
+            x: the module's input.
+            rank: rank of the worker whose data `x` is.
         """
         module, hooks = self[name], list(self._call_gradient_hooks.values())
         if not hooks or not torch.is_grad_enabled():
@@ -91,11 +93,11 @@ class DividedModules(nn.ModuleDict):
         return torch.func.functional_call(module, aliases, (x,))
 
     def register_call_gradient_hook(self, hook: CallGradientHook) -> RemovableHandle:
-        """Calls a function with each gradient of a parameter in one `call`.
+        """Registers a function that is called with each parameter's gradient from each `call`.
 
         Args:
-            hook: (the parameter's name here, the parameter, the call's rank, its gradient) -> what
-                takes the gradient's place, or None.
+            hook: (the parameter's name in here, the parameter, the call's rank, the gradient) -> a
+                replacement for the gradient, or None.
         """
         handle = RemovableHandle(self._call_gradient_hooks)
         self._call_gradient_hooks[handle.id] = hook
@@ -103,12 +105,12 @@ class DividedModules(nn.ModuleDict):
 
 
 def divided_modules(model: nn.Module) -> dict[str, DividedModules]:
-    """name -> modules of the model that are divided over several workers."""
+    """The model's modules that are divided over several workers, by name."""
     return _of_several_workers(model, DividedModules)
 
 
 def divided_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """What the names of divided parameters and buffers begin with, for `str.startswith`.
+    """Prefixes of the names of divided parameters and buffers, for `str.startswith`.
 
     >>> divided_prefixes(nn.Linear(2, 1))
     ()
@@ -117,7 +119,7 @@ def divided_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:
-    """What the names of modules' own parts begin with, for `str.startswith`.
+    """Prefixes of the names of modules' own parts, for `str.startswith`.
 
     >>> prefixes_of(["layers.0", ""])
     ('layers.0.', '')
@@ -126,11 +128,11 @@ def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class AlongAxis:
-    """What each worker along an axis of a mesh has another part of.
+    """Something of which each worker along an axis of a mesh holds a different part.
 
     Attributes:
         mesh: the workers.
-        axis: that of the mesh.
+        axis: name of the axis.
     """
 
     mesh: Mesh[Communicator]
@@ -138,18 +140,18 @@ class AlongAxis:
 
     @property
     def comm(self) -> Communicator:
-        """The workers that have the parts of the same copy."""
+        """The workers that hold the parts of one copy."""
         return self.mesh[self.axis]
 
 
 @dataclass(frozen=True)
 class Shard(AlongAxis):
-    """Which part of a parameter this worker has. [Note: shards]
+    """How a parameter is sharded over workers. [Note: shards]
 
     Args:
         mesh: the workers.
-        axis: that of the mesh along which the parameter is cut, in equal parts by place.
-        dim: of the parameter, that is cut.
+        axis: the mesh's axis along which the parameter is sharded, in equal parts in rank order.
+        dim: the parameter's dimension that is sharded.
     """
 
     mesh: Mesh[Communicator]
@@ -158,11 +160,11 @@ class Shard(AlongAxis):
 
 
 class ShardHook:
-    """A forward pre-hook of a module some of whose parameters are shards.
+    """A forward pre-hook of a module that has sharded parameters.
 
     Attributes:
-        shards: name of the module's parameter -> shard.
-        local: name -> parameter of the module that another stands in the place of, in a call.
+        shards: name of the module's parameter -> how it is sharded.
+        local: name -> the module's own parameter, while a call uses another tensor in its place.
     """
 
     shards: Mapping[str, Shard]
@@ -170,14 +172,14 @@ class ShardHook:
 
 
 class StageModules(AlongAxis, nn.ModuleDict):
-    """Modules that this worker has, by name; others along an axis of a mesh have others.
+    """This worker's modules, by name; the other workers along an axis of a mesh hold others.
 
     Args:
         mesh: the workers.
-        axis: that of the mesh along which the modules lie.
-        names: of the modules of all workers, in an order that does not depend on who has them.
-        can_be_sharded: whether FSDP2 may shard each of them, as what calls them has all copies of
-            the model call them equally often.
+        axis: the mesh's axis along which the modules are distributed.
+        names: names of the modules of all workers, in the same order on all of them.
+        can_be_sharded: whether FSDP2 may shard each module, since all copies of the model call it
+            equally often.
     """
 
     def __init__(
@@ -196,10 +198,10 @@ class StageModules(AlongAxis, nn.ModuleDict):
 
 
 class PartOfArray(nn.Module):
-    """A module of whose own parameters each worker has another part, in windows of any shape.
+    """A module whose own parameters are divided over workers, each of which holds some window.
 
     Args:
-        comm: the workers that have the parts.
+        comm: the workers that hold the parts.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -208,17 +210,17 @@ class PartOfArray(nn.Module):
 
     @property
     def comm(self) -> Communicator:
-        """The workers that have the parts."""
+        """The workers that hold the parts."""
         return self._comm
 
 
 def arrays_of(model: nn.Module) -> dict[str, PartOfArray]:
-    """name -> module, of those whose parameters are parts of several workers' arrays."""
+    """The model's modules whose parameters are parts of several workers' arrays, by name."""
     return _of_several_workers(model, PartOfArray)
 
 
 def workers_of_parts(model: nn.Module) -> dict[str, Communicator]:
-    """name -> workers that have the parts of a parameter, be they shards or windows."""
+    """The workers that hold the parts of each parameter that is a shard or window, by its name."""
     found = {name: shard.comm for name, shard in shards_of(model).items()}
     for prefix, module in arrays_of(model).items():
         for name, _ in module.named_parameters(prefix, recurse=False):
@@ -227,7 +229,7 @@ def workers_of_parts(model: nn.Module) -> dict[str, Communicator]:
 
 
 def stages_of(model: nn.Module) -> dict[str, StageModules]:
-    """name -> modules of the model that lie along an axis of several workers."""
+    """The model's `StageModules` along an axis of several workers, by name."""
     return _of_several_workers(model, StageModules)
 
 
@@ -240,7 +242,7 @@ def _of_several_workers(model: nn.Module, kind: type[_Parts]) -> dict[str, _Part
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """name -> shard, of the model's parameters of which other workers have other parts."""
+    """How each parameter is sharded that is, by its name in the model."""
     return {
         f"{prefix}.{name}" if prefix else name: shard
         for prefix, module in model.named_modules()
@@ -250,7 +252,7 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """name -> parameter of the module itself, also in a call that has others in place of shards."""
+    """The module's own parameters by name, even in a call that uses others in place of shards."""
     found = {name: p for name, p in module._parameters.items() if p is not None}
     for hook in _shard_hooks(module):
         found.update(hook.local)
@@ -263,7 +265,7 @@ def _shard_hooks(module: nn.Module) -> list[ShardHook]:
 
 
 def fsdp_modules(model: nn.Module) -> "dict[str, FSDPModule]":
-    """name -> module, of those that FSDP2's `fully_shard` was called on.
+    """The modules on which FSDP2's `fully_shard` was called, by name.
 
     >>> fsdp_modules(nn.Linear(2, 1))
     {}
@@ -273,5 +275,5 @@ def fsdp_modules(model: nn.Module) -> "dict[str, FSDPModule]":
 
 
 def parts_along_axes(model: nn.Module) -> list[AlongAxis]:
-    """All that `stages_of` and `shards_of` find."""
+    """Everything that `stages_of` and `shards_of` find."""
     return [*stages_of(model).values(), *shards_of(model).values()]

@@ -1,4 +1,4 @@
-"""Turns what a backend says about a failed call into allstep's typed errors."""
+"""Turns a backend's errors about failed calls into allstep's typed errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +30,10 @@ _TIMED_OUT = ("timed out", "timeout")
 
 @contextmanager
 def translated(verb: str, rank: int, size: int, timeout_s: float) -> Iterator[None]:
-    """Raises PeerLostError or CollectiveTimeoutError for a backend's own error inside."""
+    """Raises PeerLostError or CollectiveTimeoutError in place of a backend's error inside."""
     try:
         yield
-    except RuntimeError as error:  # torch's DistError is one too
+    except RuntimeError as error:  # torch's DistError is a subclass
         typed = _translation(error, verb, rank, size, timeout_s)
         if typed is None:
             raise
@@ -43,7 +43,7 @@ def translated(verb: str, rank: int, size: int, timeout_s: float) -> Iterator[No
 def _translation(
     error: RuntimeError, verb: str, rank: int, size: int, timeout_s: float
 ) -> PeerLostError | CollectiveTimeoutError | None:
-    """The typed error for a backend's own; None for what is not the backend's, or typed already."""
+    """The typed error for a backend's error; None if it is typed already, or not a backend's."""
     if isinstance(error, CommunicationError):
         return None
     where = f"`{verb}` on rank {rank} of {size}"
@@ -62,13 +62,13 @@ def _translation(
 
 
 class explained:  # noqa: N801 (called as a function; each call of a step enters two)
-    """A context: typed errors for what fails inside, which say who is missing.
+    """A context that turns errors inside into typed ones, which say which ranks are missing.
 
     Args:
-        verb: the call.
-        names: of its group.
-        timeout_s: how long it may take.
-        is_final: whether the caller will not wait again after that.
+        verb: name of the call.
+        names: names of its group's ranks.
+        timeout_s: timeout of the call.
+        is_final: whether the caller does not wait again after a timeout.
     """
 
     __slots__ = ("_call", "_is_final", "_names", "_timeout_s", "_verb")
@@ -89,16 +89,16 @@ class explained:  # noqa: N801 (called as a function; each call of a step enters
             return
         try:
             better, cause = self._better(error)
-        finally:  # to look for others belongs to the call
+        finally:  # the search for missing ranks still counts as part of the call
             self._call.__exit__()
         try:
             if better is not error:
                 raise better from cause
         finally:
-            del better, error  # an error whose traceback holds itself would keep the group
+            del better, error  # an error whose traceback refers to itself would keep the group
 
     def _better(self, error: RuntimeError) -> tuple[RuntimeError, BaseException | None]:
-        """The error to raise instead, and its cause; the same one if there is none."""
+        """The error to raise instead, and its cause; the same error if there is no better one."""
         names, verb, cause = self._names, self._verb, error.__cause__
         typed = _translation(error, verb, names.number, names.size, self._timeout_s)
         if typed is not None:
@@ -107,27 +107,27 @@ class explained:  # noqa: N801 (called as a function; each call of a step enters
             return _left(names, verb, cause), cause
         if not isinstance(error, CollectiveTimeoutError):
             return error, cause
-        if names.is_interrupted:  # which Gloo tells as a timeout
+        if names.is_interrupted:  # Gloo reports it as a timeout
             return _left(names, verb, cause), cause
         if not self._is_final:
             return error, cause
         missing = find_missing_ranks(names, verb)
         ended = names.ended(missing.missing)
-        if ended:  # nobody was told in time: a machine may have stood still
+        if ended:  # its end was not noticed in time: a machine may have hung
             where = f"`{verb}` on {names.own}: {names.placed_all(ended)}"
             return PeerLostError(f"{where} has ended. {START_AGAIN}"), cause
         return CollectiveTimeoutError(f"{error} {missing}".rstrip()), cause
 
 
 def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLostError | None:
-    """Who was lost, where a call of torch's own says that one was, such as those of DTensors.
+    """The error that names the lost rank, if a call of torch's own lost one, as those of DTensors.
 
     Args:
-        error: any.
-        names: of the first group.
+        error: any error.
+        names: names of the first group's ranks.
 
     Returns:
-        None for an error of another kind.
+        None for an error of any other kind.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return None
@@ -140,7 +140,7 @@ def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLos
 def _left(
     names: RankNames, verb: str, cause: BaseException | None, call: str = ""
 ) -> PeerLostError:
-    """Says who closed its connection, in a call that is named by its verb, or otherwise."""
+    """The error that names the rank that closed its connection, in the call `call` or `verb`."""
     who = who_left(names, verb)
     gist = f" ({_gist(cause)})" if isinstance(cause, RuntimeError) else ""
     return PeerLostError(
@@ -150,16 +150,16 @@ def _left(
 
 
 def wait_for_event(event: Event, verb: str, names: RankNames, timeout_s: float) -> None:
-    """Makes the host wait for what an accelerator does, which other ranks may never let it do.
+    """Makes the host wait for a call on an accelerator, which never ends if ranks are missing.
 
     Args:
-        event: behind that.
-        verb: the call.
-        names: of its group.
-        timeout_s: how long it may take.
+        event: an event behind the call's work.
+        verb: name of the call.
+        names: names of its group's ranks.
+        timeout_s: longest time to wait.
 
     Raises:
-        CollectiveTimeoutError: says who is missing.
+        CollectiveTimeoutError: if the event is not reached in time; names the missing ranks.
     """
     with names.activity.call(verb):
         has_come = wait_until(event, timeout_s)
@@ -169,15 +169,16 @@ def wait_for_event(event: Event, verb: str, names: RankNames, timeout_s: float) 
 
 
 def is_peer_lost(error: RuntimeError) -> bool:
-    """Does this say that a connection is gone?"""
+    """Whether a backend's error says that a connection is gone."""
     return any(word in str(error).lower() for word in _LOST)
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Does this say that a call took too long?
+    """Whether a backend's error says that a call took too long.
 
-    Gloo's "Application timeout caused pair closure" does: once a call has timed out, it ends all
-    others of its process so, whichever of them is waited for first. So do `interrupt` and `abort`.
+    Gloo's "Application timeout caused pair closure" counts: once a call has timed out, Gloo ends
+    all other calls of the process with it, whichever is waited for first. `interrupt` and `abort`
+    have the same effect.
     """
     return not is_peer_lost(error) and any(word in str(error).lower() for word in _TIMED_OUT)
 

@@ -1,9 +1,10 @@
-"""Who has come to a meeting, and from where; what is wrong is told to all by name.
+"""Waits for all workers of a launch and tells each where the others run, or what is wrong.
 
-[Note: who has come] Each worker leaves in the store who it is and what it was told. Rank 0 reads
-all of it and leaves what came of it, for which the others wait: every rank's place, or what is
-wrong. Who waits too long, or is one too many, leaves that; the first word counts for all. So nobody
-goes on with too few, with one too many or with another job's workers.
+[Note: who has come] Each worker writes to the store its rank, its place and what its launcher told
+it. Rank 0 reads these claims and writes the outcome, for which the others wait: every rank's place,
+or an error. A worker that waits too long, or whose rank is taken already, writes an error; the
+first outcome in the store counts for all. So no worker goes on with too few workers, with too many,
+or with another job's.
 """
 
 import json
@@ -23,22 +24,22 @@ from allstep.comm.places import Place
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 
-NOTICE_S = 10.0  # after which a wait is spoken of
+NOTICE_S = 10.0  # duration of a wait after which a message says so
 _POLL_S = 0.02
 _NUM_WRITTEN = "num_written"
 _OUTCOME = "outcome"
-_MOST = 8  # workers that an error names
+_MOST = 8  # largest number of workers that an error names
 _logger = logging.getLogger("allstep")
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a worker says of itself.
+    """What a worker says about itself.
 
     Attributes:
-        rank: its number.
-        size: how many workers it was told that there are.
-        job: it was told to belong to.
+        rank: its rank.
+        size: the number of workers that its launcher gave it.
+        job: the job's id that its launcher gave it; empty if the launcher gives none.
         place: where it runs.
     """
 
@@ -49,7 +50,7 @@ class _Claim:
 
     @classmethod
     def of(cls, launch: Launch, place: Place) -> "_Claim":
-        # What others derive of their node's processes differs between nodes.
+        # With other launchers, ids may be derived from a node's processes and so differ by node.
         is_told = launch.launcher in ("torchrun", "slurm")
         return cls(launch.rank, launch.size, launch.job_id if is_told else "", place)
 
@@ -61,12 +62,12 @@ class _Claim:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of the meeting.
+    """The outcome of the meeting.
 
     Attributes:
-        places: of all workers, by rank.
+        places: places of all workers, by rank.
         error: what is wrong; empty if nothing is.
-        kind: the name of the error's class.
+        kind: name of the error's class.
     """
 
     places: Sequence[Sequence[Any]] = ()
@@ -85,17 +86,17 @@ def gather_places(
     """Waits for all workers of a launch; returns where they run, by rank. [Note: who has come]
 
     Args:
-        store: of this meeting only.
-        launch: says who this worker is.
-        place: where it runs.
-        deadline_s: of `time.monotonic()`.
-        timeout_s: what was allowed, for errors.
-        notice_s: how often rank 0 says for whom it waits.
+        store: a store for this meeting only.
+        launch: this worker's launch.
+        place: where this worker runs.
+        deadline_s: the deadline, by `time.monotonic()`.
+        timeout_s: the timeout that errors name.
+        notice_s: time between two messages of rank 0 about the ranks that it waits for.
 
     Raises:
-        CollectiveTimeoutError: if not all have come by then; names them.
-        DisagreementError: if some were told another number of workers, another job or one rank.
-        PeerLostError: if one came and ended.
+        CollectiveTimeoutError: if not all have come by the deadline; names the missing ranks.
+        DisagreementError: if workers have different sizes or jobs, or the same rank.
+        PeerLostError: if a worker came and then ended.
     """
     own = _Claim.of(launch, place)
     if store.add(f"came/{launch.rank}", 1) > 1:
@@ -121,7 +122,7 @@ def _wait_for_outcome(
     timeout_s: float,
     notice_s: float,
 ) -> _Outcome:
-    """What came of the meeting, or this worker's own word if that is the first."""
+    """The outcome of the meeting, or this worker's own if it is the first to write one."""
     outcome = None
     if launch.rank == 0:
         outcome = _collect(store, launch.size, own, deadline_s, notice_s)
@@ -131,7 +132,7 @@ def _wait_for_outcome(
 
 
 def _publish(store: Store, outcome: _Outcome) -> _Outcome:
-    """Leaves it for all, unless another one is there; returns what is there."""
+    """Writes the outcome, unless there is one already; returns the one that counts."""
     text = store.compare_set(_OUTCOME, "", json.dumps(asdict(outcome)))
     return _Outcome(**json.loads(text))
 
@@ -139,7 +140,7 @@ def _publish(store: Store, outcome: _Outcome) -> _Outcome:
 def _collect(
     store: Store, size: int, own: _Claim, deadline_s: float, notice_s: float
 ) -> _Outcome | None:
-    """Rank 0's part; None if it is over because of the time, or by another's word."""
+    """Collects all claims on rank 0; None after the deadline or another worker's outcome."""
     claims = {0: own}
     num_seen = num_notices = 0
     start_s = time.monotonic()
@@ -175,7 +176,7 @@ def _collect(
                 size,
                 ", ".join(hosts[:_MOST]),
             )
-        time.sleep(_POLL_S)  # a wait would print a warning each time that it ends
+        time.sleep(_POLL_S)  # a store's wait would print a warning at each timeout
     return _Outcome(places=[astuple(claims[rank].place) for rank in range(size)])
 
 
@@ -204,7 +205,7 @@ def _two(store: Store, second: _Claim) -> str:
 
 
 def _late(store: Store, size: int, timeout_s: float) -> _Outcome:
-    """Who has not come."""
+    """The outcome that names the workers that have not come."""
     came = _came(store, range(size))
     missing = [rank for rank in range(size) if rank not in came]
     there = [f"rank {rank} ({_Claim.read(store, rank).place})" for rank in came[:_MOST]]
@@ -220,7 +221,7 @@ def _late(store: Store, size: int, timeout_s: float) -> _Outcome:
 
 
 def _has_come(store: Store, key: str, deadline_s: float) -> bool:
-    """Waits for a key; whether it has come in time."""
+    """Waits for a key; returns whether it came in time."""
     remaining_s = max(deadline_s - time.monotonic(), _POLL_S)
     try:
         store.wait([key], timedelta(seconds=remaining_s))

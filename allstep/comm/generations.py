@@ -1,23 +1,25 @@
-"""Who is in which generation of workers, as it stands in the run's store.
+"""The members of each generation of workers, as the run's store records them.
 
-[Note: generations] Workers that train together are a generation; the first is the one that the
-launcher has started. When one is lost, or when others wait to join, each worker of the generation
-says in the store, which the launcher or `allstep store` serves, how far its training is. Once all
-have come, but those that have ended or that let the others wait for too long, one of them writes
-who is in the next generation: those who came, the most advanced first, and those who wait. The
-first list counts for all (`compare_set`), and there is one store: there are never two groups that
-both go on. Whoever comes too late is on no list, and waits to join as any other. So does one that
-was let in where the most advanced worker was, if that is lost before it had the state from it.
+[Note: generations] Workers that train together are a generation; the first one is made up of the
+workers that the launcher started. When a worker is lost, or when others wait to join, each worker
+of the generation writes its progress to the store, which the launcher or `allstep store` serves.
+Once all have done so, except those that have ended or that keep the others waiting for too long,
+one of them writes the list of the next generation: the workers that came, the most advanced first,
+and those that wait. The first list in the store counts for all (`compare_set`), and there is only
+one store: so two groups can never both go on. A worker that comes too late is on no list, and waits
+to join like any other. So does a worker that was let in at the place of the most advanced one, if
+that one is lost before it has passed on its state.
 
-[Note: signs of life] A worker's end is seen at once on its own host, and by the connections of its
-generation. Who holds none, as a worker that waits to join or the launcher, can't tell a worker of
-another host that is lost from one in a long step. So each worker writes a number in the store once
-a second, from a thread; where it stays the same for a minute, the worker counts as ended.
+[Note: signs of life] A worker's end is noticed at once on its own host, and by its generation's
+connections. A process without connections, such as a worker that waits to join or the launcher,
+can't tell a lost worker of another host from one in a long step. So each worker writes a new number
+to the store once a second, from a thread; if the number stays the same for a minute, the worker
+counts as ended.
 
-A launcher, which sees its own workers' ends at once, writes them in the store, for other hosts.
+A launcher, which notices its own workers' ends at once, records them in the store for other hosts.
 
-A generation has met when all of it have said so, in the store, too. If one ends before, all of them
-make the next one.
+A generation has met when all its members have said so in the store. If one ends before that, the
+others make the next generation.
 """
 
 import json
@@ -42,9 +44,9 @@ class Member:
     """A worker of a generation.
 
     Attributes:
-        name: unlike for all workers of the run.
-        place: where it runs.
-        progress: how far its training is; -1 for one that has just been started.
+        name: a name that no other worker of the run has.
+        place: where the worker runs.
+        progress: how far its training is; -1 for a worker that has just been started.
     """
 
     name: str
@@ -53,13 +55,13 @@ class Member:
 
     @classmethod
     def read(cls, text: str) -> "Member":
-        """Undoes `text`."""
+        """The inverse of `text`."""
         plain = json.loads(text)
         return cls(**(plain | {"place": Place(**plain["place"])}))
 
     @property
     def text(self) -> str:
-        """For the store."""
+        """The member as text for the store."""
         return json.dumps(asdict(self))
 
 
@@ -68,9 +70,10 @@ class Generation:
     """The workers that train together, until one is lost or others join.
 
     Attributes:
-        members: by rank.
-        num_seen: of those that have ever asked to join, how many were looked at.
-        num_left_out: how many were ever left out as they had come in vain, with nobody lost.
+        members: the workers, by rank.
+        num_seen: number of requests to join that have been handled so far.
+        num_left_out: number of workers so far that had joined without getting the state, and were
+            left out again although no worker was lost.
     """
 
     members: tuple[Member, ...]
@@ -79,7 +82,7 @@ class Generation:
 
     @classmethod
     def read(cls, store: Store, number: int) -> "Generation | None":
-        """What was written of it; None if nothing was yet."""
+        """The generation of that number; None if it has not been written yet."""
         key = f"{number}/members"
         if not store.check([key]):
             return None
@@ -87,19 +90,19 @@ class Generation:
         return cls(**(plain | {"members": tuple(map(Member.read, plain["members"]))}))
 
     def write(self, store: Store, number: int) -> None:
-        """Makes it the generation of that number, unless another worker was faster."""
+        """Writes this as the generation of that number, unless another worker was faster."""
         plain = vars(self) | {"members": [m.text for m in self.members]}
         store.compare_set(f"{number}/members", "", json.dumps(plain))
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What is asked of a generation.
+    """Requests to a generation.
 
     Attributes:
-        generation: which.
+        generation: its number.
         others_wait: whether workers wait to join.
-        signal: by which the launcher asks all to stop; None if it doesn't.
+        signal: the signal by which the launcher asks all workers to stop; None if it doesn't.
     """
 
     generation: int = -1
@@ -108,12 +111,12 @@ class Requests:
 
 
 class Liveness:
-    """Whether workers still live, for one that has no connections to them. [Note: signs of life]
+    """Tells which workers still live, without connections to them. [Note: signs of life]
 
     Args:
-        store: from `stored_in`.
-        has_ended: whether it is known of a place that the process there has ended.
-        now_s: the time.
+        store: the run's store, from `stored_in`.
+        has_ended: place -> whether the process there is known to have ended.
+        now_s: function that returns the time in seconds.
     """
 
     def __init__(
@@ -123,11 +126,11 @@ class Liveness:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._has_ended, self._now_s = store, has_ended, now_s
-        self._signs: dict[str, tuple[bytes, float]] = {}  # by name; the last, and since when
+        self._signs: dict[str, tuple[bytes, float]] = {}  # name -> last sign, when first seen
         self._looked_at_s = -SIGN_S
 
     def all_have_ended(self, members: Sequence[Member]) -> bool:
-        """Whether nobody of them lives."""
+        """Whether none of the members lives any more."""
         if self._now_s() - self._looked_at_s >= SIGN_S:
             self._looked_at_s = self._now_s()
             self._signs = {member.name: self._sign(member) for member in members}
@@ -140,18 +143,18 @@ class Liveness:
         return (last, since_s) if sign == last else (sign, self._now_s())
 
     def _is_silent(self, member: Member) -> bool:
-        if member.name not in self._signs:  # not looked at yet
+        if member.name not in self._signs:  # not read yet
             return False
         return self._now_s() - self._signs[member.name][1] > _SILENCE_S
 
 
 def give_sign(store: Store, member: Member, number: int) -> None:
-    """A worker lives.
+    """Writes a worker's sign of life.
 
     Args:
-        store: from `stored_in`.
+        store: the run's store, from `stored_in`.
         member: the worker.
-        number: another one each time.
+        number: a different number each time.
     """
     store.set(_sign_of(member.name), str(number))
 
@@ -161,16 +164,16 @@ def _sign_of(name: str) -> str:
 
 
 def stored_in(served: Store, job_id: str) -> Store:
-    """The part of a store that is about the generations of one of its runs."""
+    """The part of a served store that records the generations of one run."""
     return PrefixStore(f"{_ROOT}/{job_id}", served)
 
 
 def newest(store: Store, known: int = -1) -> int:
-    """The last generation that is written; -1 before the first has met.
+    """Number of the last generation that is written; -1 before the first has met.
 
     Args:
-        store: from `stored_in`.
-        known: one that is written, or -1.
+        store: the run's store, from `stored_in`.
+        known: number of a generation that is written, or -1.
     """
     while store.check([f"{known + 1}/members"]):
         known += 1
@@ -178,36 +181,36 @@ def newest(store: Store, known: int = -1) -> int:
 
 
 def ask_to_join(store: Store, member: Member) -> None:
-    """Says who wants to join, in one message: nobody asks without a name."""
+    """Requests to join, in a single message, so that no request lacks a name."""
     _append(store, _JOINERS, member.text)
 
 
 def joiners(store: Store) -> list[Member]:
-    """All that have ever asked, in the order in which they did."""
+    """All workers that have ever asked to join, in the order of their requests."""
     return list(map(Member.read, _lines(store, _JOINERS)))
 
 
 def write_end(store: Store, place: Place, code: int) -> None:
-    """A worker says that the training is over, and with which code its launcher is to exit."""
+    """Records that the training is over, and the code with which the worker's launcher exits."""
     _append(store, _OVER, f"{code} {process_of(place)}")
 
 
 def codes_at_end(store: Store) -> dict[str, int]:
-    """The code that each worker gave which came to the end, by its process."""
+    """Process -> exit code, for each worker that has recorded the end."""
     lines = (line.partition(" ") for line in _lines(store, _OVER))
     return {process: int(code) for code, _, process in lines}
 
 
 def note_ended(served: Store, job_id: str, place: Place) -> int | None:
-    """A launcher says that a worker's process has ended.
+    """Records, for a launcher, that a worker's process has ended.
 
     Args:
-        served: the store.
-        job_id: of the run.
+        served: the store that the launcher uses.
+        job_id: id of the run.
         place: where the worker ran.
 
     Returns:
-        The code that the worker gave with `write_end`; None if it did not.
+        The exit code that the worker gave `write_end`; None if it did not call it.
     """
     store = stored_in(served, job_id)
     _append(store, _ENDED, process_of(place))
@@ -215,12 +218,12 @@ def note_ended(served: Store, job_id: str, place: Place) -> int | None:
 
 
 def noted_ended(store: Store) -> set[str]:
-    """Processes of which launchers have said so."""
+    """The processes that launchers have recorded as ended."""
     return set(_lines(store, _ENDED))
 
 
 def process_of(place: Place) -> str:
-    """Unlike any other's, on whatever host."""
+    """An id of a process that no other has, on any host."""
     return f"{place.pid} {place.born} {place.space}"
 
 
@@ -233,7 +236,7 @@ def _lines(store: Store, key: str) -> list[str]:
 
 
 def is_over(store: Store) -> bool:
-    """Whether it is."""
+    """Whether a worker has recorded that the training is over."""
     return bool(store.check([_OVER]))
 
 
@@ -244,10 +247,10 @@ def signal_to_stop(store: Store) -> int | None:
 
 @contextmanager
 def lost_store_told() -> Iterator[None]:
-    """Raises PeerLostError where the store does not answer."""
+    """Raises PeerLostError if the store does not answer."""
     try:
         yield
-    except RuntimeError as error:  # torch's, and allstep's
+    except RuntimeError as error:  # torch's error, or allstep's
         if isinstance(error, CommunicationError):
             raise
         raise PeerLostError(
@@ -261,19 +264,20 @@ def lost_store_told() -> Iterator[None]:
 def await_others(
     served: Store, job_id: str, came: Sequence[int], gives_up: Callable[[], bool] = lambda: False
 ) -> int | None:
-    """Waits, for a launcher whose own workers have ended, as long as others go on.
+    """Makes a launcher whose own workers have ended wait as long as other workers go on.
 
     Args:
-        served: the store.
-        job_id: of the run.
-        came: signals that the launcher got, and may still get; the others are asked to stop then.
-        gives_up: looked at now and then; whether not to wait any more.
+        served: the store that the launcher uses.
+        job_id: id of the run.
+        came: signals that the launcher has got, also during the call; the first asks the others to
+            stop.
+        gives_up: called from time to time; whether to stop waiting.
 
     Returns:
-        The code with which the training has ended; None if it has not.
+        The exit code with which the training ended; None if it did not.
 
     Raises:
-        PeerLostError: if the store is gone, which another process serves.
+        PeerLostError: if another process served the store and has ended.
     """
     store, number = stored_in(served, job_id), -1
     liveness = Liveness(store)
@@ -282,11 +286,11 @@ def await_others(
             store.set(_STOP, str(int(came[0])))
         number = newest(store, number)
         present = Generation.read(store, number)
-        if number < 1 or present is None:  # the first is the launcher's own
+        if number < 1 or present is None:  # the first generation is the launcher's own workers
             break
         if liveness.all_have_ended(present.members):
             break
         time.sleep(POLL_S)
-    if newest(store) < 0:  # who waits to join has nobody whose life to look at
+    if newest(store) < 0:  # workers that wait to join have no generation to watch
         store.set(_OVER, "")
     return next(iter(codes_at_end(store).values()), None)

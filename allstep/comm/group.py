@@ -1,6 +1,6 @@
-"""Where a worker is, and what algorithms, shared memory and comparisons need of its peers.
+"""A worker's place, and what algorithms, shared memory and comparisons need of a group.
 
-`WorkerGroup` is less than a communicator, which is one: so those need not know communicators.
+`WorkerGroup` is a part of a communicator's interface, so that they need not import communicators.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +16,7 @@ from allstep.comm.wire import Wire
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place: on which node, and which of the workers there."""
+    """This rank's place: its node, and its number among the workers there."""
 
     local_rank: int
     local_size: int
@@ -25,7 +25,7 @@ class Topology:
 
     @classmethod
     def from_nodes(cls, nodes: Sequence[Hashable], rank: int) -> "Topology":
-        """Derives the place from what each rank calls its node, such as a host name.
+        """Derives the place from each rank's node id, such as a host name.
 
         >>> Topology.from_nodes(["a", "a", "b"], 1)
         Topology(local_rank=1, local_size=2, node_rank=0, num_nodes=2)
@@ -38,19 +38,19 @@ class Topology:
 
 
 class Dependent(Protocol):
-    """What must not go on when a communicator is aborted."""
+    """An object that must be aborted with a communicator."""
 
     def abort(self) -> None:
-        """Lets ranks who wait for this one fail fast."""
+        """Makes ranks that wait for this one fail fast."""
 
 
 class MessageGroup(Protocol):
-    """Workers who can tell each other something.
+    """Workers that can send each other messages.
 
     Attributes:
-        wire: raw tensors to and from other ranks.
-        messages: bytes of any length to and from other ranks.
-        announced: the calls that workers tell each other of.
+        wire: sends and receives raw tensors.
+        messages: sends and receives bytes of any length.
+        announced: the calls that workers announce to each other.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class MessageGroup(Protocol):
 
 
 class WorkerGroup(MessageGroup, Protocol):
-    """One worker's end of a group of workers; see `Communicator`, which is one."""
+    """One worker's handle of a group of workers; a `Communicator` is one."""
 
     local_rank: int
     local_size: int
@@ -80,13 +80,13 @@ class WorkerGroup(MessageGroup, Protocol):
         """Returns when every rank has called it."""
 
     def split(self, color: int | None, key: int = 0) -> "WorkerGroup | None":
-        """Divides the workers into groups."""
+        """Divides the workers into groups, as MPI_Comm_split does."""
 
     def add_dependent(self, dependent: Dependent) -> None:
-        """Aborts it too when this group is aborted."""
+        """Registers an object that is aborted with this group."""
 
     def close(self) -> None:
         """Leaves the group."""
 
     def abort(self) -> None:
-        """Leaves the group so that ranks who wait for this one fail fast."""
+        """Leaves the group so that ranks that wait for this one fail fast."""

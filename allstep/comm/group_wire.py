@@ -1,22 +1,20 @@
-"""Makes process groups of torch's, and sends through them; the only file that calls one.
+"""Makes torch's process groups and sends through them; only this module calls a process group.
 
-[Note: end of a group] Gloo closes a group's connections when nobody holds the group any more; who
-lets it go waits for its calls. Where a connection closes while a call of another rank needs it,
-that call may miss it, and last until its timeout. So a group that is closed first waits, for a
-while, for calls that it has started and whose results nobody has asked for; the other ranks have
-started them, too, unless one failed. A group whose calls don't end by then, or that is aborted, is
-left to a thread.
+[Note: end of a group] Gloo closes a group's connections when the last reference to the group goes;
+whoever drops it waits for the group's calls. If a connection closes while a call of another rank
+needs it, that call may not notice, and last until its timeout. So closing a group first waits, for
+a while, for calls that were started and never waited for; the other ranks have started them, too,
+unless one failed. A group whose calls don't end by then, or that is aborted, is handed to a thread.
 
 [Note: elastic workers on a GPU] What NCCL has begun with a worker that is lost stays in the
-device's queue, and nothing behind it is done until the communicator is aborted. Gloo's calls end
-with an error, in the thread that waits. So workers that may go on without each other have Gloo
-alone, and what is on a GPU goes through the host's memory, as NCCL's messages do between hosts that
-Ethernet joins.
+device's queue, and nothing behind it runs until the communicator is aborted. Gloo's calls end with
+an error, in the thread that waits. So workers that may go on without each other use only Gloo, and
+tensors on a GPU go through host memory, as NCCL's messages do between hosts on Ethernet.
 
-[Note: Gloo's threads] One of a group's reads what comes in. Where a call has locked the connection,
-it asks the kernel for what came again and again, until the call is through; and as it has just been
-woken, it may do so on the core that the call was taken from. So Gloo's threads don't take a core
-from anybody when they wake. Nothing waits longer where a core is free.
+[Note: Gloo's threads] One thread of a group reads what arrives. While a call has locked the
+connection, this thread polls the kernel until the call is done; and having just been woken, it may
+do so on the core that the call's thread lost to it. So Gloo's threads must not preempt others when
+they wake. Where a core is free, no wait gets longer.
 """
 
 import threading
@@ -41,13 +39,13 @@ from allstep.device import current_device, default_device, synchronize
 from allstep.env import allow_messages_in_turn, patient_threads
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
-_MOMENT_S = 0.05  # between two looks whether members are still there
-_CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
-_WATCHED_BYTES = 1 << 24  # of messages whose wait is watched [Note: missed ends]
-_FEW = 8  # calls that have ended and are not forgotten yet
+_MOMENT_S = 0.05  # time between two checks that members are still there
+_CHUNK_BYTES = 1 << 30  # backends count a message's bytes in 32 bits in places
+_WATCHED_BYTES = 1 << 24  # least size of a message whose wait is watched [Note: missed ends]
+_FEW = 8  # ended calls that may stay in the list
 _SWAP_TAG = (1 << 31) - 2
 
-# Those of torch's table that take a group's options alike.
+# The backends of torch's table that take the same options.
 _CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
 _BackendType = dist.ProcessGroup.BackendType
@@ -57,16 +55,16 @@ _Start = Callable[[dist.ProcessGroup], dist.Work]
 def make_group(
     store: Store, rank: int, size: int, *, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A group of `size` workers who meet on `store`: Gloo, and an accelerator's own backend beside.
+    """A group of `size` workers that meet on `store`, with Gloo and an accelerator's own backend.
 
-    torch's global state is not touched. Any number of groups may live in a process, also of
-    several threads.
+    torch's global state stays as it is. A process may have any number of groups, also in several
+    threads.
 
     Args:
-        store: shared by the members and by nobody else; wrap it in a PrefixStore.
-        rank, size: this member and how many there are.
-        device: where this member computes.
-        timeout_s: how long a call in the group may take, and the meeting too.
+        store: a store that only the members share; wrap it in a PrefixStore.
+        rank, size: this member's rank, and the number of members.
+        device: the device that this member computes on.
+        timeout_s: timeout of the group's calls, and of the meeting.
     """
     timeout = timedelta(seconds=timeout_s)
     group = dist.ProcessGroup(store, rank, size)
@@ -88,17 +86,17 @@ def connect(
     timeout_s: float,
     check: Callable[[], None],
 ) -> dist.ProcessGroup:
-    """`make_group`, in a thread that is left alone when not all members can come any more.
+    """`make_group`, in a thread that is left behind if a member will not come.
 
     Args:
-        store, rank, size, device, timeout_s: of `make_group`.
+        store, rank, size, device, timeout_s: as for `make_group`.
         check: called again and again; raises if a member will not come.
     """
-    # A connection of its own, which may be blocked for long.
+    # The thread has its own connection to the store, which may be blocked for long.
     own: Store = store.clone()  # type: ignore[attr-defined]
     make = partial(make_group, own, rank, size, device=device, timeout_s=timeout_s)
     meeting = ThreadWork.start(make, "the meeting")
-    deadline_s = time.monotonic() + 2 * timeout_s  # an accelerator's backend waits without end
+    deadline_s = time.monotonic() + 2 * timeout_s  # an accelerator's backend waits forever
     while not meeting.is_completed():
         check()
         if time.monotonic() > deadline_s:
@@ -109,7 +107,7 @@ def connect(
 
 
 def backend_name(device: torch.device) -> str | None:
-    """The backend that torch's own table has for an accelerator; None where Gloo must do.
+    """The backend of torch's own table for an accelerator; None where Gloo has to do.
 
     >>> backend_name(torch.device("cuda", 0)), backend_name(torch.device("cpu"))
     ('nccl', None)
@@ -119,10 +117,10 @@ def backend_name(device: torch.device) -> str | None:
 
 
 def backend_timeout(timeout_s: float) -> timedelta:
-    """How long an accelerator's backend may take, before it ends the process.
+    """The timeout of an accelerator's backend, after which it ends the process.
 
-    Its calls go by the group's timeout, not by their own. It gets more time than whoever waits for
-    a call of it, and then says who is missing.
+    Its calls have the group's timeout, not one of their own. It is longer than that of a wait for
+    such a call, so that the wait ends first and says which ranks are missing.
     """
     return timedelta(seconds=2 * timeout_s)
 
@@ -135,11 +133,11 @@ def _add_backend(
     kind = getattr(dist, _CLASSES[name])
     options = kind.Options()
     options._timeout = backend_timeout(timeout_s)
-    options.is_high_priority_stream = True  # else its kernels queue up behind the backward pass
+    options.is_high_priority_stream = True  # or its kernels would wait behind the backward pass
     allow_messages_in_turn()
     backend = kind(PrefixStore(f"{device.type}/", store), group.rank(), group.size(), options)
-    # Else it connects in the first calls, each time only those ranks that make the call: others
-    # may wait elsewhere meanwhile, and nothing ends that.
+    # Otherwise it would connect in the first calls, each time only the ranks that make the call:
+    # other ranks may wait elsewhere meanwhile, and nothing would end that wait.
     backend.eager_connect_single_device(device)
     group.bound_device_id = device
     kind_of_backend = getattr(_BackendType, name.upper())
@@ -148,14 +146,14 @@ def _add_backend(
 
 
 class GroupWire:
-    """The wire of a process group of torch's; see `Wire` for the verbs.
+    """The wire of one of torch's process groups; see `Wire` for the verbs.
 
     Args:
-        group: whose calls this makes.
-        timeout_s: how long a call may take.
+        group: the process group.
+        timeout_s: timeout of each call.
         close: called once when the wire is closed, with whether the group was aborted.
-        names: what errors call the ranks; None for the numbers that they have here.
-        chunk_bytes: the longest message; longer ones go in pieces.
+        names: names of the ranks, for errors; None for their numbers in this group.
+        chunk_bytes: size of the longest message; longer ones are sent in pieces.
     """
 
     def __init__(
@@ -167,16 +165,16 @@ class GroupWire:
         chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
-        self._connections: Connections | None = Connections(group)  # until `close`, as the group
+        self._connections: Connections | None = Connections(group)  # None after `close`
         self.rank = group.rank()
         self.size = group.size()
         self._timeout_s = timeout_s
-        self._reductions: dict[Any, Any] = {}  # operation -> its options, of the present timeout
+        self._reductions: dict[Any, Any] = {}  # operation -> options with the present timeout
         self._close = close
         self._chunk_bytes = chunk_bytes
-        self._noting = threading.Lock()  # what is under way; several threads may make calls
-        self._under_way: list[BackendWork] = []  # all that have not ended, and some that have
-        self._num_not_ended = 0  # of them, when that was last counted
+        self._noting = threading.Lock()  # for `_under_way`; several threads may make calls
+        self._under_way: list[BackendWork] = []  # all pending calls, and some that have ended
+        self._num_not_ended = 0  # pending calls when they were last counted
         self.names = names or RankNames.of(group)
         self._device_types = {
             device.type
@@ -202,7 +200,7 @@ class GroupWire:
         if device.type in self._device_types:
             return device
         kind = default_device().type
-        # A group without Gloo carries what lies on the CPU, too.
+        # A group without Gloo also sends tensors that are on the CPU.
         return current_device(kind) if kind in self._device_types else torch.device("cpu")
 
     def _post(
@@ -218,12 +216,12 @@ class GroupWire:
         """Starts calls.
 
         Args:
-            verb: names them in errors.
-            starts: what starts them.
-            timeout_s: of messages; without it they end after the timeout of their own options.
-            is_on_cpu: whether their tensors are.
-            meets: whether a wait of the host for them ends only when all ranks have come.
-            peers: ranks whose connections are looked at while a wait lasts; None for all. See
+            verb: name of the calls, for errors.
+            starts: functions that start one call each.
+            timeout_s: timeout of messages; None for calls whose own options hold their timeout.
+            is_on_cpu: whether the tensors are on the CPU.
+            meets: whether the host's wait for the calls ends only after all ranks have made them.
+            peers: ranks whose connections are checked during a wait; None for all. See
                 [Note: missed ends].
         """
         group = self._group_for(verb)
@@ -245,7 +243,7 @@ class GroupWire:
         )
         with self._noting:
             self._under_way.append(work)
-            if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # or each call looks at all
+            if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # not in each call
                 self._under_way = self._not_ended()
                 self._num_not_ended = len(self._under_way)
         return work
@@ -259,7 +257,7 @@ class GroupWire:
         return group
 
     def _check_connections(self, peers: Sequence[int] | None = None) -> None:
-        """Raises Gloo's error if one of these ranks, or of all, is not there any more."""
+        """Raises Gloo's error if one of these ranks, or of all if None, has gone."""
         connections = self._connections  # another thread may close them meanwhile
         if connections is not None:
             connections.check(peers)
@@ -271,7 +269,7 @@ class GroupWire:
         return [work for work in self._under_way if not work.has_ended]
 
     def _explained(self, verb: str, timeout_s: float | None) -> explained:
-        """Typed errors for what fails inside; who is missing after the group's own timeout."""
+        """Typed errors for what fails inside; after the full timeout with the missing ranks."""
         limit_s = timeout_s or self.timeout_s
         return explained(verb, self.names, limit_s, is_final=limit_s >= self.timeout_s)
 
@@ -359,8 +357,9 @@ class GroupWire:
         return pieces
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], verb: str) -> None:
-        """Sends to and receives from all at once; Gloo's own collectives take turns, which on a
-        slow link takes up to twice as long.
+        """Sends to all ranks and receives from all, at once.
+
+        Gloo's own collectives take turns, which on a slow link takes up to twice as long.
         """
         incoming[self.rank].copy_(outgoing[self.rank])
         starts: list[_Start] = []
@@ -387,7 +386,7 @@ class GroupWire:
             return self._post_message(verb, starts, (dest, outgoing), (source, incoming))
 
         def together(group: dist.ProcessGroup) -> dist.Work:
-            """One after the other NCCL would wait forever: each for a peer that does the same."""
+            """Groups the calls: one after the other, two ranks would wait forever."""
             group._start_coalescing(incoming.device)
             for start in starts:
                 start(group)
@@ -402,13 +401,13 @@ class GroupWire:
         return [methodcaller("recv", [chunk], source, tag) for chunk in self._chunks(buffer)]
 
     def _chunks(self, buffer: Tensor) -> list[Tensor]:
-        """Pieces that any backend can send; none if there is nothing to send."""
+        """Pieces that any backend can send; none if the buffer is empty."""
         return list(torch.split(buffer, self._chunk_bytes)) if buffer.numel() else []
 
     def _post_message(
         self, verb: str, starts: Sequence[_Start], *messages: tuple[int, Tensor]
     ) -> Work[None]:
-        """Gloo takes the timeout of a send or receive at its wait; another's wait would block."""
+        """Posts messages; Gloo takes the timeout of a send or receive only at its wait."""
         is_on_cpu = messages[0][1].is_cpu
         limit_s = self.timeout_s if is_on_cpu else None
         return self._post(verb, starts, limit_s, is_on_cpu=is_on_cpu, peers=_watched(*messages))
@@ -424,7 +423,7 @@ class GroupWire:
         rank, size = ranks.index(self.rank), len(ranks)
         names = self.names.part(ranks, rank)
         if device.type not in self._device_types:
-            device = torch.device("cpu")  # a group of Gloo's alone has parts of Gloo's alone
+            device = torch.device("cpu")  # groups split off a group with only Gloo have only Gloo
         with translated("split", self.names.number, self.names.size, self.timeout_s):
             group = connect(
                 store,
@@ -472,19 +471,19 @@ class GroupWire:
 
 
 def shut_down(group: dist.ProcessGroup, device: torch.device, is_aborted: bool) -> None:
-    """Ends a group of our own: one that is merely forgotten aborts what its device still does.
+    """Shuts down a group that allstep made; dropping it would abort the device's pending calls.
 
-    After an abort the device may still be busy with another group's call, which never ends.
+    After an abort this does not wait for the device: another group's call there may never end.
     """
     if backend_name(device) is not None:
         if not is_aborted:
             synchronize(device)
-        with suppress(RuntimeError):  # it was aborted before
+        with suppress(RuntimeError):  # aborted already
             group.shutdown()
 
 
 def _hold(group: dist.ProcessGroup, works: Iterable[BackendWork], timeout_s: float) -> None:
-    """Keeps a group until its calls have ended: whoever lets it go waits for them."""
+    """Holds a group until its calls have ended: dropping it earlier would block until then."""
     deadline_s = time.monotonic() + timeout_s
     for work in works:
         work.outlast(deadline_s)
@@ -495,5 +494,5 @@ def _is_watched(*messages: Tensor) -> bool:
 
 
 def _watched(*messages: tuple[int, Tensor]) -> list[int]:
-    """The peers of those messages whose wait is watched. [Note: missed ends]"""
+    """The peers of the messages whose wait is watched. [Note: missed ends]"""
     return [peer for peer, buffer in messages if _is_watched(buffer)]

@@ -44,9 +44,9 @@ from allstep.env import (
 from allstep.errors import CommunicationError, UsageError
 
 _GRACE_S = 0.5
-_AT_EXIT_S = 5.0  # for other threads' calls to end
+_AT_EXIT_S = 5.0  # time for other threads' calls to end
 _MOMENT_S = 0.005
-_meetings = count()  # of this process, and so of all workers alike
+_meetings = count()  # number of the meeting: the same on all workers, as all call `init` equally
 _stores: dict[Launch, TCPStore] = {}  # [Note: one store]
 
 
@@ -126,7 +126,7 @@ def _join_group(
     unknown = Topology(0, 1, 0, 1)
     own = device_of_group(group, device)
     if own is not None:
-        # Else all ranks of a group without Gloo would tell their places by accelerator 0.
+        # Otherwise all ranks of a group without Gloo would exchange their places on accelerator 0.
         set_current_device(own)
         if device is None or str(device) == own.type:
             device = own
@@ -150,7 +150,7 @@ def device_of_group(
         group: a framework's group, which may be bound to a device.
         device: the device that the user requested.
     """
-    with suppress(RuntimeError, TypeError):  # what is wrong with it is said later
+    with suppress(RuntimeError, TypeError):  # `choose_device` raises the error
         wanted = None if device is None else torch.device(device)
         if wanted is not None and wanted.index is not None and is_accelerator(wanted):
             return wanted
@@ -165,9 +165,9 @@ def _join_launch(
 
     A thread does it, because the backend may wait longer than its timeout.
     """
-    # Its functions keep the group of the moment of their import as default argument, and the
-    # first step of an optimizer imports them: the group would outlive `close`, and with it
-    # threads that abort the process when the interpreter ends. So import them before.
+    # Its functions keep the default group at the time of their import as a default argument, and an
+    # optimizer's first step imports them: the group would outlive `close`, and with it threads that
+    # abort the process when the interpreter ends. So import them before there is a group.
     importlib.import_module("torch.distributed.nn.functional")
     device = choose_device(device, launch.local_rank, launch.local_size)
     check_descriptors(launch)
@@ -179,7 +179,7 @@ def _join_launch(
         if isinstance(error, CommunicationError) and not meeting.is_completed():
             raise rendezvous.late() from None
         if launch.rank == 0:
-            time.sleep(_GRACE_S)  # the others hear of it from the store that is served here
+            time.sleep(_GRACE_S)  # the others read the error from the store that is served here
         raise
     finally:
         rendezvous.close()
@@ -188,7 +188,7 @@ def _join_launch(
     if launch.launcher not in ("torchrun", "slurm") and launch.num_nodes > 1:
         topology = Topology.from_nodes([place.host for place in names.places], launch.rank)
     wire = GroupWire(group, timeout_s, partial(_destroy, rendezvous), names)
-    wire.timeout_s = timeout_s  # told to an accelerator's backend, too; see `backend_timeout`
+    wire.timeout_s = timeout_s  # also sets that of an accelerator's backend; see `backend_timeout`
     comm = Communicator(wire, topology, device)
     atexit.register(_close_at_exit, ref(comm), os.getpid())
     _check_devices(comm)
@@ -246,13 +246,13 @@ def _meet(
     with translated("init", launch.rank, launch.size, timeout_s):
         served = _stores.get(launch) or rendezvous.connect()
         served.set_timeout(timedelta(seconds=timeout_s))
-        # Each meeting has a prefix: none reads what another has left there.
-        run = "" if launch.min_workers is None else f"{launch.job_id}/"  # a store may have several
+        # Each meeting has a prefix, so that none reads another's keys.
+        run = "" if launch.min_workers is None else f"{launch.job_id}/"  # a store may serve several
         store = PrefixStore(f"allstep/init/{run}{launch.attempt}/{next(_meetings)}", served)
         rendezvous.doing = "the store of the workers does not answer; rank 0 may have stopped"
         places = gather_places(store, launch, Place.own(device), rendezvous.deadline_s, timeout_s)
         rendezvous.doing = "all workers came, but not all said by which address they are reached"
-        _stores[launch] = served  # after a meeting that failed, all is made anew
+        _stores[launch] = served  # only now: after a failed meeting the next one connects anew
         choose_interface(store, launch, places, rendezvous.deadline_s)
     names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
     # [Note: elastic workers on a GPU]
@@ -261,7 +261,7 @@ def _meet(
         check_own_devices(places)
         allow_messages_in_turn()
     rendezvous.doing = "all workers came, but could not connect with each other"
-    # [Note: Gloo's threads] NCCL has others.
+    # [Note: Gloo's threads] NCCL's threads are not concerned.
     threads = nullcontext() if backend else patient_threads()
     with explained("init", names, timeout_s), threads:
         dist.init_process_group(
@@ -316,7 +316,7 @@ def choose_device(
         raise UsageError(
             f"`device` (={device!r}): this process sees no GPU; leave `device` out, or pass 'cpu'."
         )
-    # Slurm's `--gpus-per-task=1` and containers show each process its own one.
+    # Slurm's `--gpus-per-task=1` and containers show each process only its own GPU.
     usual = 0 if num_devices == 1 else local_rank
     index = usual if chosen.index is None else chosen.index
     if index >= num_devices:

@@ -1,10 +1,11 @@
-"""By which address each host is reached, and that the others do reach it.
+"""Chooses the address at which each host is reached, and checks that the others do reach it.
 
-[Note: own address] Left to itself, Gloo looks up the host's own name; stock Debian says 127.0.1.1,
-which means another machine on each. So each worker takes the address from which the system sends
-to MASTER_ADDR. Rank 0's host may know that name as itself, too; it takes the address from which it
-sends to another host. Then one worker a host opens a port, those of other hosts connect to it, and
-what can't be reached is told to all before Gloo would wait for it.
+[Note: own address] By default Gloo looks up the host's own name; on stock Debian this gives
+127.0.1.1, the loopback address, which no other host reaches. So each worker takes the address from
+which the system sends to MASTER_ADDR. On rank 0's host this may be a loopback address, too; it
+then takes the address from which it sends to another host. Then one worker per host opens a port,
+those of other hosts connect to it, and all workers get an error about a host that can't be reached,
+before Gloo would wait for it.
 """
 
 import json
@@ -30,19 +31,19 @@ from allstep.env import (
 from allstep.errors import UsageError
 
 _CONNECT_S = 10.0
-_MOST_PEERS = 8  # hosts that each host connects to; a full mesh up to one more
+_MOST_PEERS = 8  # hosts that each host connects to; up to 9 hosts form a full mesh
 _CURE = "set GLOO_SOCKET_IFNAME on each host to the interface of the network that joins them"
 
 
 @dataclass(frozen=True)
 class _Own:
-    """What a worker says: the address that it would use, or why it has none.
+    """A worker's proposal: the address that it would use, or why it has none.
 
     Attributes:
-        address: from which its host sends to MASTER_ADDR.
-        wanted: the interface that the user wants; empty if it is this worker's choice.
-        wanted_address: of that interface.
-        error: why there is no address.
+        address: the address from which its host sends to MASTER_ADDR.
+        wanted: the interface that the user set; empty if the worker may choose.
+        wanted_address: address of that interface.
+        error: why there is no address; empty if there is one.
     """
 
     address: str = ""
@@ -53,12 +54,12 @@ class _Own:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What rank 0 makes of it.
+    """Rank 0's decision.
 
     Attributes:
-        addresses: by rank; empty where all workers are on one host.
-        testers: one rank for each host.
-        error: what is wrong already.
+        addresses: the hosts' addresses by rank; empty if all workers are on one host.
+        testers: one rank of each host.
+        error: what is wrong with the proposals; empty if nothing is.
     """
 
     addresses: Sequence[str] = ()
@@ -69,15 +70,15 @@ class _Plan:
 def choose_interface(
     store: Store, launch: Launch, places: Sequence[Place], deadline_s: float
 ) -> None:
-    """Has Gloo use the interface that the other hosts reach. [Note: own address]
+    """Makes Gloo use the interface that the other hosts reach. Collective. [Note: own address]
 
-    All workers call it. Where they are on one host nothing is changed.
+    If all workers are on one host, nothing is changed.
 
     Args:
-        store: of this meeting only.
-        launch: says who this worker is.
+        store: a store for this meeting only.
+        launch: this worker's launch.
         places: where the workers run, by rank.
-        deadline_s: of `time.monotonic()`.
+        deadline_s: the deadline, by `time.monotonic()`.
 
     Raises:
         UsageError: on all workers, if a host can't reach another; names address and interface.
@@ -126,7 +127,7 @@ def _own_address(launch: Launch, place: Place) -> _Own:
 
 
 def _make_plan(given: Sequence[_Own], places: Sequence[Place]) -> _Plan:
-    """The address of each worker's host, from what they say; rank 0's part."""
+    """Rank 0's part: the address of each worker's host, from the workers' proposals."""
     for own in given:
         if own.error:
             return _Plan(error=own.error)
@@ -175,7 +176,7 @@ def _tunnel(rank: int, own: _Own, places: Sequence[Place]) -> str:
 
 
 def _may_be_one(one: Place, other: Place) -> bool:
-    """Whether two workers may be on one machine; its boot tells, where it is known."""
+    """Whether two workers may be on one machine: whether boot ids are equal, if known."""
     boots = [place.space.partition(" ")[0] for place in (one, other)]
     return not all(boots) or boots[0] == boots[1]
 
@@ -202,7 +203,7 @@ def _check(
 def _listen(
     stack: ExitStack, store: Store, rank: int, address: str, places: Sequence[Place]
 ) -> str:
-    """Opens a port that the others may connect to; why it can't be, if so."""
+    """Opens a port for the other hosts; returns an error's text if it can't, else an empty one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         server = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -221,12 +222,12 @@ def _listen(
 def _connect(
     store: Store, rank: int, plan: _Plan, places: Sequence[Place], deadline_s: float
 ) -> str:
-    """Connects with the next hosts; why one can't be reached, if so."""
+    """Connects to the next hosts; returns an error's text if one can't be reached."""
     start, count = plan.testers.index(rank), len(plan.testers)
     for distance in range(1, min(count, 1 + _MOST_PEERS)):
         peer = plan.testers[(start + distance) % count]
         port = int(_get_all(store, "port", [peer], deadline_s)[0])
-        if port == 0:  # which tells by itself
+        if port == 0:  # that rank reports its error itself
             continue
         address = plan.addresses[peer]
         try:
@@ -245,7 +246,7 @@ def _connect(
 def _get_all(
     store: Store, kind: str, names: Sequence[int] | Sequence[str], deadline_s: float
 ) -> list[str]:
-    """What workers have left; waits for it."""
+    """Waits for keys that workers write; returns their values."""
     keys = [f"{kind}/{name}" if kind else str(name) for name in names]
     store.wait(keys, timedelta(seconds=max(deadline_s - time.monotonic(), 0.01)))
     return [store.get(key).decode() for key in keys]

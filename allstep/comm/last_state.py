@@ -1,12 +1,12 @@
-"""What a worker is doing, noted as it goes, and left in a file for those who ask why a run ended.
+"""A file in which a worker records what it is doing, to find out later why a run ended.
 
 [Note: last state] `RUN/last_state/rank-N.txt` begins with a record of a fixed size, one line of
-JSON, which a thread rewrites twice a second: so what was last seen of a worker is known while it
-runs, and when it is stopped, killed or lost, and a step costs no more than to note in memory its
-phase and where its time went. Behind it come the stacks of all threads if the worker fails, or gets
-a fatal signal, for which Python's faulthandler has the file open. Room for both is taken at the
-start, in case the disk is full then. The same thread says for whom this worker waits, once that
-takes seconds.
+JSON, which a thread rewrites twice a second: so the worker's last state is known while it runs, and
+after it was stopped, killed or lost, and a step only has to record in memory its phase and where
+its time went. The record is followed by the stacks of all threads if the worker fails or gets a
+fatal signal, for which Python's faulthandler holds the file open. Space for both is allocated at
+the start, in case the disk is full later. The same thread logs which worker this one waits for,
+once the wait takes seconds.
 """
 
 import atexit
@@ -52,17 +52,17 @@ _logger = logging.getLogger(__name__)
 class LastState:
     """Keeps a worker's file up to date, from `start` to `end`. See [Note: last state].
 
-    As a context manager, once it is started, it ends as its block does.
+    A context manager, to be entered after `start`: it records how its block ends.
 
-    A diagnosis must not fail a run: where the file can't be written, there is none.
+    If the file can't be written, there is none: a diagnosis must not make a run fail.
 
     Args:
         run_dir: the run's folder; made if missing.
         activity: what the worker is doing.
-        number, size: its rank, and how many there are; -1 and 0 for a worker that has none yet:
-            its file begins with `move`.
-        placed: a rank and where it runs, for messages.
-        notice_s: how long to wait before saying so; each time twice as long.
+        number, size: its rank, and the number of workers; -1 and 0 for a worker that has no rank
+            yet, whose file begins with `move`.
+        placed: rank -> the rank and where it runs, for messages.
+        notice_s: seconds of waiting for others after which to log it; then doubled each time.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class LastState:
             metrics={},
         )
         self._notice_s = notice_s
-        self._lock = threading.RLock()  # a signal's handler may end what its thread is writing
+        self._lock = threading.RLock()  # a signal handler may call `end` while its thread writes
         self._stopped = threading.Event()
         self._fd: int | None = None
         self._has_faults = False
 
     def start(self) -> Self:
-        """Begins the file and its thread."""
+        """Creates the file and starts its thread."""
         if self._own.size:
             self._open()
         self._activity.on_end = self.end
@@ -103,9 +103,9 @@ class LastState:
         return self
 
     def move(self, number: int, size: int, placed: Callable[[int], str]) -> None:
-        """Goes on in another rank's file, as one of so many; see the class.
+        """Continues in the file of another rank; for the arguments see the class.
 
-        Whoever had that rank has moved, too, or is gone.
+        The worker that had that rank has moved, too, or is gone.
         """
         with self._lock:
             if self._stopped.is_set():
@@ -118,7 +118,7 @@ class LastState:
         with contextlib.suppress(OSError):
             folder = state_folder(self._run_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            for file in folder.glob("rank-*.txt"):  # of an earlier part, on more workers
+            for file in folder.glob("rank-*.txt"):  # left from when there were more workers
                 if (left := read_state(file)) is not None and left.rank >= self._own.size:
                     file.unlink(missing_ok=True)
             file = folder / f"rank-{self._own.rank}.txt"
@@ -126,7 +126,7 @@ class LastState:
             os.write(self._fd, bytes(_ROOM_BYTES))
             os.lseek(self._fd, RECORD_BYTES, os.SEEK_SET)
         self._write()
-        if self._fd is not None and not faulthandler.is_enabled():  # else it is the user's
+        if self._fd is not None and not faulthandler.is_enabled():  # else the user enabled it
             faulthandler.enable(self._fd)
             self._has_faults = True
 
@@ -139,15 +139,15 @@ class LastState:
         self._fd = None
 
     def end(self, how: str, message: str = "", trace: str = "") -> None:
-        """Says how the worker ends; only the first time, and nothing more is written then.
+        """Records how the worker ends and closes the file; only the first call has an effect.
 
         Args:
-            how: one of the words above.
-            message: of the error.
-            trace: of the error; all threads' stacks come behind it, unless all is well.
+            how: WELL, EXITED, FAILED or another such constant of `worker_state`.
+            message: the error's message.
+            trace: the error's traceback; unless all is well, all threads' stacks follow it.
         """
         with self._lock:
-            if self._stopped.is_set() or os.getpid() != self._own.pid:  # a forked child's
+            if self._stopped.is_set() or os.getpid() != self._own.pid:  # or in a forked child
                 return
             self._stopped.set()
             self._own = replace(self._own, end=how, message=message)
@@ -161,7 +161,7 @@ class LastState:
         atexit.unregister(self._end_at_exit)
 
     def fail(self, error: BaseException) -> None:
-        """The worker ends with an error."""
+        """Records that the worker ends with an error."""
         if isinstance(error, KeyboardInterrupt):
             self.end(SIGNALLED, signal.SIGINT.name)
             return
@@ -182,7 +182,7 @@ class LastState:
             self.fail(error)
 
     def _end_at_exit(self) -> None:
-        """Of a script that has not closed its communicator, maybe because of an error."""
+        """Records the end of a script that did not close its communicator, maybe after an error."""
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None:
             self.end(EXITED)
@@ -195,7 +195,7 @@ class LastState:
             self._notice()
 
     def _write(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # a full disk, a lost mount
+        with self._lock, contextlib.suppress(OSError):  # such as a full disk or a lost mount
             if self._fd is not None:
                 os.pwrite(self._fd, record_of(self._now()), 0)
 
@@ -222,7 +222,7 @@ class LastState:
         )
 
     def _notice(self) -> None:
-        """Says for whom this worker waits, if it does for long; the first of those who wait."""
+        """Logs which ranks this worker has long waited for; only the first waiting rank does so."""
         call = self._activity.oldest_call()
         if call is None or time.monotonic() - call[1] < self._notice_s:
             return

@@ -1,4 +1,4 @@
-"""What a tensor message looks like, so that a receiver knows nothing beforehand."""
+"""Layouts of tensor messages, which tell a receiver everything that it needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from allstep.errors import CommunicationError, UsageError
 
 Tensors = Tensor | tuple[Tensor, ...]
 
-_ALIGN_BYTES = 16  # of each tensor in a buffer, so that it can be viewed in place
+_ALIGN_BYTES = 16  # alignment of each tensor in a buffer, so that it can be viewed in place
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -28,16 +28,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of_name(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`; ValueError if there is none of that name."""
+    """The inverse of `dtype_name`; ValueError if no dtype has that name."""
     if name not in _DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
     return _DTYPES[name]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's values as flat uint8; a view of them where they are contiguous."""
+    """The tensor's values as a flat uint8 tensor; a view of them if they are contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # A single element counts as contiguous whatever its stride says, but not to `view`.
+    # torch calls a single element contiguous whatever its stride is, but `view` does not.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
@@ -55,7 +55,7 @@ class Layout:
 
     @classmethod
     def of(cls, x: Tensor | Sequence[Tensor], name: str = "x") -> "Layout":
-        """The layout of `x`; UsageError if that is no tensor nor a tuple of tensors."""
+        """The layout of `x`; UsageError if it is neither a tensor nor a tuple of tensors."""
         is_tuple = not isinstance(x, Tensor)
         tensors = as_tuple(x, name)
         for tensor in tensors:
@@ -74,7 +74,7 @@ class Layout:
         return f"({listed})" if self.is_tuple else listed
 
     def encode(self) -> bytes:
-        """As bytes, for a header."""
+        """The layout as bytes, for a header."""
         names = [dtype_name(dtype) for dtype in self.dtypes]
         encoded: bytes = msgpack.packb([self.is_tuple, names, self.shapes])
         return encoded
@@ -123,7 +123,7 @@ class Layout:
     def unpack(self, buffer: Tensor) -> Tensors:
         """The inverse of `pack`: tensors that are views of `buffer`."""
         if self.dtypes and buffer.storage_offset() % max(dtype.itemsize for dtype in self.dtypes):
-            buffer = buffer.clone()  # a view must be aligned
+            buffer = buffer.clone()  # views need an aligned buffer
         tensors = []
         offset = 0
         for dtype, shape, size in zip(self.dtypes, self.shapes, self._sizes_bytes, strict=True):
@@ -132,7 +132,7 @@ class Layout:
         return tuple(tensors) if self.is_tuple else tensors[0]
 
     def empty_buffer(self, device: torch.device) -> Tensor:
-        """Room for a packed message."""
+        """An uninitialised buffer for a packed message."""
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
 

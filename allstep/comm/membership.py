@@ -1,4 +1,4 @@
-"""A worker's place among those that train together, while workers come and go."""
+"""A worker's membership among those that train together, while workers come and go."""
 
 import atexit
 import logging
@@ -42,28 +42,28 @@ from allstep.comm.wire import SingleProcessWire, Wire
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 
-_LOOK_S = 0.2  # between two looks for workers that wait, or have ended
-_NOTICE_S = 0.5  # in which workers mostly learn by themselves that one has ended
-_MOST_ATTEMPTS = 2  # of a worker that joins; the others wait in each
-_MOST_WAITS = 3  # of the same workers in the same place, until the run ends
+_LOOK_S = 0.2  # time between two checks for workers that wait, or have ended
+_NOTICE_S = 0.5  # time in which workers mostly notice by themselves that one has ended
+_MOST_ATTEMPTS = 2  # attempts of a worker to join; the others wait during each
+_MOST_WAITS = 3  # waits of the same workers at the same step after which the run ends
 
 
 class Membership:
-    """This worker's place among the workers of a run that may come and go. [Note: generations]
+    """This worker's membership in a run whose workers may come and go. [Note: generations]
 
     Args:
-        launch: says where the store is, and with how few workers the run ends.
-        rejoins: whether a worker that the others have left behind asks to join as any other would;
-            else it ends with an error.
-        lets_in: whether workers that wait to join are let in where the most advanced of the others
-            is so far.
-        grace_s: how long to wait for a worker of which nobody knows that it has ended: it may be in
-            the middle of a long step.
+        launch: this worker's launch, with the store's address and the least number of workers.
+        rejoins: whether a worker that the others have left behind asks to join like any other;
+            otherwise it ends with an error.
+        lets_in: progress -> whether workers that wait to join may be let in when the most advanced
+            of the others has come so far.
+        grace_s: longest time to wait for a worker that is not known to have ended: it may be in the
+            middle of a long step.
         notice_s: how long a worker waits to join until it says so.
         system: the machines and the network.
 
     Attributes:
-        members: of the present generation, by rank; empty for a worker that waits to join.
+        members: the present generation's workers, by rank; empty for a worker that waits to join.
         generation: its number; -1 for a worker that waits to join.
 
     Raises:
@@ -96,23 +96,23 @@ class Membership:
         self._system = system or System(launch.master_addr)
         self._own = Member(uuid.uuid4().hex, self._system.own_place())
         self._end_asked, self._end_told = self._system.new_event(), self._system.new_event()
-        self._num_seen = 0  # of those that have asked to join
-        self._num_left_out = 0  # of those that have joined in vain, as the present list says
-        self._num_attempts = 0  # of this worker to join, that were in vain
-        self._num_waits = 0  # of the present workers for each other, where they are
+        self._num_seen = 0  # requests to join that have been handled
+        self._num_left_out = 0  # workers that joined in vain, as the present list says
+        self._num_attempts = 0  # this worker's attempts to join in vain
+        self._num_waits = 0  # waits of the present workers for each other, at the same step
         self._requests = Requests()
         self._has_lost_store = self._is_over = False
         self._end_code = 0
-        # For as long as the others may wait for this worker it can come back.
+        # As long as the others may wait for this worker, it can still come back.
         served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
         self._store = stored_in(served, launch.job_id)
-        self._ended_elsewhere: set[str] = set()  # processes of other hosts, as their launchers say
+        self._ended_elsewhere: set[str] = set()  # other hosts' ended processes, by their launchers
         self._asked_at_s = -_LOOK_S
         self._liveness = Liveness(self._store, self._has_ended, self._system.now_s)
-        self._watched: tuple[Communicator, int] | None = None  # of a generation; once there is one
+        self._watched: tuple[Communicator, int] | None = None  # of the watched generation
 
     def begin(self, comm: Communicator) -> None:
-        """The first generation has met. Collective."""
+        """Records the first generation, whose workers have met. Collective."""
         texts = comm.all_gather_object(self._own.text)
         self.members, self.generation = tuple(map(Member.read, texts)), 0
         self.watch(comm)
@@ -121,16 +121,16 @@ class Membership:
 
     @property
     def waits(self) -> bool:
-        """Whether this worker has come to a run that others have begun, and is not in it yet."""
+        """Whether this worker wants to join a run that others have begun, and has not yet."""
         return self._joins and not self.members
 
     @property
     def rank(self) -> int:
-        """This worker's, in the present generation."""
+        """This worker's rank in the present generation."""
         return [member.name for member in self.members].index(self._own.name)
 
     def publish(self, name: str, text: str) -> None:
-        """Leaves a text for workers that join later.
+        """Writes a text to the store for workers that join later.
 
         Raises:
             PeerLostError: if the store is gone.
@@ -139,7 +139,7 @@ class Membership:
             self._store.set(f"text/{name}", text)
 
     def read(self, name: str) -> str:
-        """What `publish` has left; waits for it.
+        """Waits for a text that `publish` wrote, and returns it.
 
         Raises:
             PeerLostError: if the store is gone.
@@ -153,10 +153,10 @@ class Membership:
             return self._store.get(key).decode()
 
     def _check_can_join(self, known: int) -> None:
-        """Raises if nobody is there any more to join.
+        """Raises if there are no workers any more that this one could join.
 
         Args:
-            known: a generation that is written, or -1.
+            known: number of a generation that is written, or -1.
         """
         if is_over(self._store):
             raise UsageError("The run has ended: there is nothing to join any more.")
@@ -169,17 +169,17 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """Whether a worker has said that the training is."""
+        """Whether a worker has recorded that the training is over."""
         with lost_store_told():
             return is_over(self._store)
 
     def end(self, code: int = 0) -> None:
-        """The training is over; nobody can join any more.
+        """Records that the training is over, so that no worker joins any more.
 
         Args:
-            code: for the launcher to exit with, should its own workers all have been lost.
+            code: exit code for a launcher all of whose own workers were lost.
         """
-        # A store whose host was lost without a word leaves a call without an answer for minutes.
+        # If the store's host was lost silently, a call to the store gets no answer for minutes.
         if not self._has_lost_store:
             self._end_code = code
             self._end_asked.set()
@@ -187,14 +187,14 @@ class Membership:
         self.leave()
 
     def leave(self) -> None:
-        """This worker trains no more."""
+        """Ends this worker's membership: it no longer watches the others."""
         self._is_over = True
 
     def look(self) -> Requests:
-        """What is asked of this generation, as rank 0 has found a moment ago.
+        """The requests to this generation, which rank 0 read from the store a moment ago.
 
         Raises:
-            PeerLostError: if this worker's launcher has ended, without which nobody ends it.
+            PeerLostError: if this worker's launcher has ended, which would have to end it.
         """
         self._check_launcher()
         found = self._requests
@@ -205,24 +205,24 @@ class Membership:
             raise PeerLostError("The launcher of this worker has ended, and so does the worker.")
 
     def watch(self, comm: Communicator) -> None:
-        """Breaks off what the present generation waits for once it can't go on.
+        """Interrupts the present generation's waits once the generation can't go on.
 
-        As a rule workers learn by a connection that closes that one of them has ended, or has left
-        for the next generation. But they may wait for one that is in a long step, for one whose
-        connection was closed just when they began to wait, or for a group to meet to which one of
-        them won't come any more. A thread looks, which also gives [Note: signs of life] and calls
-        the store for `look`.
+        Usually workers notice by a closed connection that one of them has ended, or has left for
+        the next generation. But they may wait for a worker that is in a long step, for one whose
+        connection was closed just when they began to wait, or for the meeting of a group to which
+        one of them won't come any more. A thread checks for these; it also gives
+        [Note: signs of life] and reads the store for `look`.
 
         Args:
-            comm: of the generation.
+            comm: the generation's communicator.
         """
         is_first = self._watched is None
         self._watched = comm, self.generation
         if is_first:
-            atexit.register(self.leave)  # a call of a store that outlives the interpreter aborts
+            atexit.register(self.leave)  # a store's call that outlives the interpreter aborts
             self._system.start_thread(self._watch, "allstep membership")
-        with suppress(RuntimeError):  # of a lost store, which the thread sees to
-            self._look_for_requests()  # or the first steps would not know who waits
+        with suppress(RuntimeError):  # a lost store, which the thread handles
+            self._look_for_requests()  # or the first steps would not know of workers that wait
 
     def _watch(self) -> None:
         next_sign_s = self._system.now_s()
@@ -243,9 +243,11 @@ class Membership:
                 self._go_on_without_store()
 
     def _go_on_without_store(self) -> None:
-        """[Note: lost store] Who may go on is asked only when workers are lost, or come. So those
-        that are there train on without the store: each step takes all of them, so there can't be
-        two groups. The next that is lost ends the run, and nobody can join.
+        """Lets the present workers train on without the store.
+
+        [Note: lost store] The store only decides which workers go on when some are lost or join.
+        Until then each step takes all present workers, so there can't be two groups that both go
+        on. The next loss of a worker ends the run, and no worker can join.
         """
         self._has_lost_store = True
         self._end_told.set()
@@ -256,7 +258,7 @@ class Membership:
             )
 
     def _look_for_requests(self) -> None:
-        """For `look`, on rank 0; no step waits for the store."""
+        """Reads the requests for `look`, on rank 0, so that no step waits for the store."""
         generation, members = self.generation, self.members
         if self._has_lost_store or not members or members[0].name != self._own.name:
             return
@@ -274,7 +276,7 @@ class Membership:
             comm.interrupt()
 
     def _goes_on(self, generation: int) -> bool:
-        """Whether it does, or is left already."""
+        """Whether a generation can go on; True as well if it has been left already."""
         places = [member.place for member in self.members]
         if generation != self.generation:
             return True
@@ -283,14 +285,17 @@ class Membership:
         return self._has_lost_store or not self._store.check([f"{generation + 1}/begun"])
 
     def next(self, progress: int) -> None:
-        """Becomes a worker of the next generation; waits for one that has room, if it must.
+        """Becomes a member of the next generation, or waits for a later one that includes it.
 
         Args:
-            progress: how far this worker's training is, to be compared; -1 if it has not begun.
+            progress: how far this worker's training is, compared with others'; -1 if it has not
+                begun.
 
         Raises:
-            PeerLostError: if fewer than `min_workers` are left, if store or launcher are gone, or
-                if the others have left this worker behind and it may not join again.
+            PeerLostError: if fewer than `min_workers` are left, if the store or the launcher is
+                gone, or if the others have left this worker behind and it may not join again.
+            CollectiveTimeoutError: if this worker has joined in vain too often, or the same workers
+                have waited for each other too often.
             UsageError: if the run has ended meanwhile.
         """
         self._check_launcher()
@@ -310,7 +315,7 @@ class Membership:
             self._wait_to_join()
 
     def _came_in_vain(self) -> bool:
-        """Whether the next list leaves out who has just come, and not one that is lost or late."""
+        """Whether the next list leaves out workers that just came, not ones lost or late."""
         new = Generation.read(self._store, self.generation + 1)
         return new is not None and new.num_left_out > self._num_left_out
 
@@ -325,7 +330,7 @@ class Membership:
             )
 
     def _come(self) -> None:
-        """Says that this worker is there, and waits until the list is written."""
+        """Records that this worker has come, and waits until the list is written."""
         generation = self.generation + 1
         key = f"{generation}/members"
         self._store.set(f"{generation}/begun", "")
@@ -342,14 +347,14 @@ class Membership:
                 self._system.sleep(POLL_S)
 
     def _has_ended(self, place: Place) -> bool:
-        """Whether it is known of a place that the process there has ended."""
+        """Whether the process of a place is known to have ended."""
         if self._system.has_ended(place):
             return True
         if not place.space or place.space == self._own.place.space:
             return False
         if self._system.now_s() - self._asked_at_s >= _LOOK_S and not self._has_lost_store:
             self._asked_at_s = self._system.now_s()
-            with suppress(RuntimeError):  # of a lost store, which the thread sees to
+            with suppress(RuntimeError):  # a lost store, which the thread handles
                 self._ended_elsewhere = noted_ended(self._store)
         return process_of(place) in self._ended_elsewhere
 
@@ -364,12 +369,14 @@ class Membership:
         ]
         came.sort(key=lambda member: -member.progress)  # stable: the others keep their order
         lets_in, is_whole = self._lets_in(came[0].progress), len(came) == len(self.members)
-        # One at a time since some came in vain: who can't connect takes nobody along again.
+        # After some joined in vain, only one at a time, so that one that can't connect holds back
+        # no others.
         waiting = self._waiting()[: 1 if self._num_left_out else None] if lets_in else []
         begun = [member for member in came if member.progress >= 0]
         if begun and (not lets_in or (is_whole and len(begun) >= self._min_workers)):
-            # Who has no state yet: nobody was lost, so the others have waited for them in vain; or
-            # they were let in by one that was further, and was, and nobody is where they begin.
+            # Leaves out workers without the state: either no worker was lost, so the others waited
+            # for these in vain; or the one that was lost had let them in at a later step, which no
+            # remaining worker has reached.
             came = begun
         num_left_out = self._num_left_out + (len(self.members) - len(came) if is_whole else 0)
         alive = (member for member in waiting if not self._has_ended(member.place))
@@ -377,17 +384,17 @@ class Membership:
         new.write(self._store, generation)
 
     def _waiting(self) -> list[Member]:
-        """Those that ask to join."""
+        """The workers whose requests to join have not been handled."""
         return joiners(self._store)[self._num_seen :]
 
     def _enter(self, generation: int) -> bool:
-        """Takes a generation's list as one's own; returns whether this worker is on it."""
+        """Adopts a generation's list as the present one; returns whether this worker is on it."""
         new = Generation.read(self._store, generation)
         if new is None or self._own.name not in [member.name for member in new.members]:
             return False
         has_left_out = new.num_left_out > self._num_left_out
         self._num_waits = self._num_waits + 1 if new.members == self.members else 1
-        # In this order, for the thread that looks for requests.
+        # In this order, for the thread that reads requests.
         self._num_seen, self.members, self.generation = new.num_seen, new.members, generation
         self._num_left_out = new.num_left_out
         if has_left_out and self.rank == 0:
@@ -410,7 +417,7 @@ class Membership:
         return True
 
     def _wait_to_join(self) -> None:
-        """Asks to join, and waits for a generation with this worker."""
+        """Asks to join, and waits for a generation that includes this worker."""
         self._own = replace(self._own, name=uuid.uuid4().hex)
         generation = newest(self._store)
         ask_to_join(self._store, self._own)
@@ -428,7 +435,7 @@ class Membership:
                 self._system.sleep(POLL_S)
 
     def _tell_that_it_waits(self, generation: int) -> None:
-        """Says, once, whom a worker that wants to join waits for."""
+        """Logs that this worker waits to join, and for whom."""
         present = Generation.read(self._store, generation)
         whom = "the first workers to meet"
         if present is not None:
@@ -439,10 +446,11 @@ class Membership:
         )
 
     def meet(self, timeout_s: float, activity: Activity) -> Wire:
-        """Connects with the other workers of this generation.
+        """Connects to the other workers of this generation; returns the wire.
 
         Raises:
-            PeerLostError: if one of them has ended before all had met.
+            PeerLostError: if one of them has ended before all had met, or the store is gone.
+            CollectiveTimeoutError: if not all have met in time.
         """
         size, rank = len(self.members), self.rank
         store = PrefixStore(str(self.generation), self._store)
@@ -478,17 +486,19 @@ class Membership:
 
 
 def regroup(comm: Communicator, membership: Membership, progress: int) -> None:
-    """Makes of a communicator one of the next generation's workers; all of them call it.
+    """Turns a communicator into that of the next generation's workers; all of them call it.
 
-    What was made with it before, such as an exchange, can't be used any more.
+    Whatever was made with it before, such as an exchange, can't be used any more.
 
     Args:
-        comm: of the present generation, in whatever state; or a lone one of a worker that joins.
-        membership: this worker's.
-        progress: how far its training is, to be compared; -1 if it has not begun.
+        comm: the present generation's communicator, in whatever state; that of a single process for
+            a worker that joins.
+        membership: this worker's membership.
+        progress: how far its training is, compared with others'; -1 if it has not begun.
 
     Raises:
-        PeerLostError: if too few are left, or if the launcher is gone.
+        PeerLostError: if too few workers are left, or if the store or the launcher is gone.
+        CollectiveTimeoutError: as in `Membership.next`.
         UsageError: if the run has ended.
     """
     comm.abort()

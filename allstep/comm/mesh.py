@@ -18,24 +18,25 @@ C = TypeVar("C", bound=WorkerGroup)
 
 
 class Mesh(Generic[C]):
-    """Workers in a box of named axes; `Communicator.mesh` makes it.
+    """Workers in an array with named axes; `Communicator.mesh` makes it.
 
     The last axis varies fastest, as in torch's DeviceMesh: with `data=2, model=2` ranks 0 and 1
-    share one model, and ranks 0 and 2 have the same part of it.
+    share one model, and ranks 0 and 2 hold the same part of it.
 
     Args:
         comm: the workers.
-        axes: name -> length, from the slowest.
+        axes: name -> length, slowest axis first.
         split: color, key -> the communicator of this worker's group.
 
     Attributes:
         comm: the workers.
         shape: name -> length.
-        coordinates: name -> this worker's place on the axis, which is its rank in `mesh[name]`.
+        coordinates: name -> this worker's coordinate on the axis, which is its rank in
+            `mesh[name]`.
 
     Raises:
         UsageError: if the axes don't multiply to the number of workers.
-        DisagreementError: if workers name other axes.
+        DisagreementError: if the axes differ between workers.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Mesh(Generic[C]):
         self._axes: dict[str, C] = {}
         for name, length in self.shape.items():
             if length == comm.size:
-                self._axes[name] = comm  # its connections are there already
+                self._axes[name] = comm  # reuses its connections
                 continue
             first = {**self.coordinates, name: 0}
             color = np.ravel_multi_index(tuple(first.values()), tuple(self.shape.values()))
@@ -58,7 +59,7 @@ class Mesh(Generic[C]):
         self._device_mesh: DeviceMesh | None = None
 
     def __getitem__(self, name: str) -> C:
-        """The communicator of the workers along an axis, this one among them.
+        """The communicator of the workers along an axis, including this one.
 
         Raises:
             UsageError: if there is no such axis.
@@ -69,18 +70,19 @@ class Mesh(Generic[C]):
         return self._axes[name]
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """name -> place on the axis, of the worker of that rank."""
+        """name -> coordinate on that axis of the worker with the given rank."""
         places = np.unravel_index(rank, tuple(self.shape.values()))
         return dict(zip(self.shape, map(int, places), strict=True))
 
     def device_mesh(self) -> DeviceMesh:
-        """The same axes for torch's own engines: `mesh.device_mesh()["model"]`. Collective.
+        """The same axes as a DeviceMesh, for FSDP2 and the like. Collective.
 
-        Its groups are torch's, with connections of their own, also along an axis of all workers,
-        and the communicator's timeout; they are made in the first call.
+        For one axis use `mesh.device_mesh()["model"]`. The first call makes its groups: torch's
+        own, with the communicator's timeout and separate connections, even along an axis of all
+        workers.
 
         Raises:
-            UsageError: if the workers are not all those of torch.distributed's default group.
+            UsageError: if the workers are not exactly those of torch.distributed's default group.
         """
         if self._device_mesh is None:
             size = dist.get_world_size() if dist.is_initialized() else 0
@@ -103,7 +105,7 @@ class Mesh(Generic[C]):
         return self._device_mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Mesh[C]":
-        return self  # a copy of what holds it is on the same workers
+        return self  # a copied module keeps the mesh
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={length}" for name, length in self.shape.items())
@@ -111,7 +113,7 @@ class Mesh(Generic[C]):
 
 
 def _fault(axes: Mapping[str, int], size: int) -> str | None:
-    """Why the axes are not of so many workers.
+    """Why the axes do not fit the number of workers.
 
     >>> _fault({"data": 2, "model": 3}, 4)
     'data=2 x model=3 are 6 workers, and there are 4; choose lengths whose product is 4.'

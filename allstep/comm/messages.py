@@ -1,7 +1,7 @@
-"""Bytes of any length between ranks that know nothing of what will come.
+"""Messages of any length between ranks that don't know beforehand what they will receive.
 
-[Note: header] A message starts with a header of fixed size: which verb sent it, how long its
-body is, and the body's beginning. Only a body that does not fit takes a second message.
+[Note: header] A message starts with a header of fixed size: the verb that sent it, the length of
+its body, and the body's beginning. Only a body that does not fit takes a second message.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from allstep.comm.work import JoinedWork, Work
 from allstep.errors import DisagreementError
 
 _HEADER_BYTES = 256
-_PREFIX_BYTES = 9  # one for the verb, eight for the body's length
+_PREFIX_BYTES = 9  # one byte for the verb, eight for the body's length
 _INLINE_BYTES = _HEADER_BYTES - _PREFIX_BYTES
 _REST_TAG = (1 << 30) + 1  # beyond the tags that users may choose
 _VERBS = (
@@ -37,7 +37,7 @@ _VERBS = (
     "send_object",
     "split",
 )
-_COMPARES = 0x80  # beside the verb: what follows is a comparison of arguments
+_COMPARES = 0x80  # flag next to the verb: the message is a comparison of arguments
 
 
 class Messages:
@@ -45,7 +45,7 @@ class Messages:
 
     def __init__(self, wire: Wire, device: torch.device) -> None:
         self._wire = wire
-        self.device = device  # where headers and bodies travel from
+        self.device = device  # the device that messages are sent from
 
     def broadcast(self, body: bytes | None, root: int, verb: str) -> bytes:
         """The root's body, on every rank."""
@@ -57,7 +57,7 @@ class Messages:
         return body
 
     def all_gather(self, body: bytes, verb: str, *, compares: bool = False) -> list[bytes]:
-        """Every rank's body, on every rank; `compares` if it is of a comparison."""
+        """Every rank's body, on every rank; `compares` marks a comparison of arguments."""
         size, code = self._wire.size, _VERBS.index(verb) | (_COMPARES if compares else 0)
         headers = self._wire.all_gather(self._seal(body, code), [_HEADER_BYTES] * size, verb)
         opened = [self._open(header, code, rank) for rank, header in enumerate(headers)]
@@ -68,14 +68,14 @@ class Messages:
         return [start + _to_bytes(rest) for (_, start), rest in zip(opened, rests, strict=True)]
 
     def all_to_all(self, bodies: Sequence[bytes], verb: str) -> list[bytes]:
-        """A body for each rank against one from each."""
+        """Sends one body to each rank and returns the one received from each."""
         size = self._wire.size
         code = _VERBS.index(verb)
         sealed = [self._seal(body, code) for body in bodies]
         headers = self._wire.all_to_all(sealed, [_HEADER_BYTES] * size, verb)
         opened = [self._open(header, code, rank) for rank, header in enumerate(headers)]
         rests = [self._empty(num_bytes - len(start)) for num_bytes, start in opened]
-        # Both at once: where a send waits for its receiver, two that send first wait forever.
+        # Both at once: if a send waits for its receiver, two ranks that send first wait forever.
         posted = [
             self._wire.exchange(self._rest(bodies[rank]), rank, rests[rank], rank, _REST_TAG, verb)
             for rank in range(size)
@@ -87,7 +87,7 @@ class Messages:
         return [start + _to_bytes(rest) for (_, start), rest in zip(opened, rests, strict=True)]
 
     def send(self, body: bytes, dest: int, tag: int, verb: str) -> Work[None]:
-        """Posts a body to another rank."""
+        """Starts sending a body to another rank."""
         parts = (self._seal(body, _VERBS.index(verb)), self._rest(body))
         posted = [self._wire.send(part, dest, tag, verb) for part in parts]
         return JoinedWork(posted, lambda: None)
@@ -97,7 +97,7 @@ class Messages:
         return self._take(lambda part: self._wire.recv(part, source, tag, verb), sent_by, source)
 
     def _take(self, post: Callable[[Tensor], Work[None]], sent_by: str, source: int) -> bytes:
-        """A body, whose header and rest come into what is posted."""
+        """Receives a body; `post` is called for its header, then for its rest."""
         header = self._empty(_HEADER_BYTES)
         post(header).wait()
         num_bytes, start = self._open(header, _VERBS.index(sent_by), source)
@@ -106,7 +106,7 @@ class Messages:
         return start + _to_bytes(rest)
 
     def _seal(self, body: bytes, code: int) -> Tensor:
-        """The header of a body."""
+        """The header for a body."""
         prefix = bytes([code]) + len(body).to_bytes(8, "little")
         return self._to_tensor((prefix + body[:_INLINE_BYTES]).ljust(_HEADER_BYTES, b"\0"))
 

@@ -1,13 +1,13 @@
 """Which ranks are missing when a call has failed, and what errors call them.
 
-[Note: rank names] A group that `split` has made counts its ranks from 0 again. Whoever looks for
-a rank that is missing knows the numbers of the first group, which `init` made, so errors give
-those, whatever group a call belongs to.
+[Note: rank names] A group that `split` makes counts its ranks from 0 again. Users who look for a
+missing rank know the numbers in the first group, which `init` made, so errors give these, whatever
+group a call belongs to.
 
-[Note: stuck reports] A rank whose call fails leaves a report in the first group's store, where
-all can read it. A rank may be missing because it waits in another group, for a rank that is in
-that group only. So `find_missing_ranks` asks the own group's ranks, then those of the groups in
-which these wait, and so on: missing is who was asked and has left no report.
+[Note: stuck reports] A rank whose call fails writes a report to the first group's store, where all
+can read it. A rank may be missing because it waits in another group, for a rank that is only in
+that group. So `find_missing_ranks` looks for reports of its own group's ranks, then of the ranks of
+the groups in which these wait, and so on. The ranks without a report are the missing ones.
 """
 
 import json
@@ -24,20 +24,20 @@ from allstep.comm.places import Place
 from allstep.comm.work import ThreadWork
 from allstep.errors import CollectiveTimeoutError, PeerLostError, first_few
 
-_GRACE_S = 0.5  # ranks that waited together fail about together
+_GRACE_S = 0.5  # ranks that wait for the same rank fail within this time of each other
 _MOMENT_S = 0.05
 _POLL_S = 0.02
-_MOST = 8  # ranks that an error names
+_MOST = 8  # largest number of ranks that an error names
 
 
 @dataclass(frozen=True)
 class StuckReport:
-    """What a rank says whose call failed.
+    """The report of a rank whose call failed.
 
     Attributes:
-        verb: the call.
-        last_call: the last call in which its group's ranks have met; empty if there was none.
-        numbers: of the group's ranks; empty for all there are.
+        verb: name of the call.
+        last_call: the last call in which all ranks of its group have met; empty if there was none.
+        numbers: numbers of the group's ranks; empty for all ranks.
     """
 
     verb: str
@@ -49,21 +49,21 @@ class RankNames:
     """The ranks of a group by their numbers in the first group. [Note: rank names]
 
     Args:
-        numbers: rank -> its number.
-        rank: this one.
-        size: of the first group.
-        store: of the first group; None for a single process.
-        places: number -> where it runs; empty if that is not known.
-        activity: of this worker; a new one if None.
-        has_ended: whether it is known of a place that the process there has ended.
+        numbers: rank -> number in the first group.
+        rank: this rank in the group.
+        size: size of the first group.
+        store: store of the first group; None for a single process.
+        places: number -> where that rank runs; empty if unknown.
+        activity: this worker's activity; a new one if None.
+        has_ended: place -> whether the process there is known to have ended.
 
     Attributes:
         own: this rank, for messages.
-        last_call: the last call that ended here and needs all ranks of the group to come.
-        is_interrupted: whether this process has closed the group's connections by itself, as it
-            knows of a rank that is lost.
-        has_left: whether this rank has given the group up: its calls that end by that are no
-            report of another's failure.
+        last_call: the last call that ended here and that all ranks of the group must make.
+        is_interrupted: whether this process has closed the group's connections by itself, because
+            it knows that a rank is lost.
+        has_left: whether this rank has left the group; then calls that fail for that reason are not
+            reported.
 
     >>> RankNames(range(4), 2, 4).part([2, 3], 0).own
     'rank 2 of 4'
@@ -93,7 +93,7 @@ class RankNames:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, places: Sequence[Place] = ()) -> "RankNames":
-        """Of a first group."""
+        """The names of a first group's ranks."""
         size = group.size()
         return cls(range(size), group.rank(), size, group.get_group_store(), places)
 
@@ -106,7 +106,7 @@ class RankNames:
         return f"rank {self.numbers[rank]}"
 
     def placed(self, number: int) -> str:
-        """The rank of that number, for messages, and where it runs, if that is known.
+        """A rank, given by its number, and where it runs, if that is known; for messages.
 
         >>> RankNames(range(2), 0, 2, places=[Place("a", 7), Place("b", 8)]).placed(1)
         'rank 1 (process 8 on b)'
@@ -120,24 +120,24 @@ class RankNames:
             raise PeerLostError(f"`{verb}` on {self.own}: {self.placed_all(gone)} has ended.")
 
     def ended(self, numbers: Iterable[int]) -> list[int]:
-        """Those of them that are known to have ended."""
+        """The numbers among `numbers` whose ranks are known to have ended."""
         return [
             number for number in numbers if self.places and self._has_ended(self.places[number])
         ]
 
     def placed_all(self, numbers: Iterable[int]) -> str:
-        """Several ranks, for messages, and where they run."""
+        """Several ranks and where they run, for messages."""
         return ", ".join(map(self.placed, numbers))
 
     def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
-        """Of a group of some of these ranks, in their order there; this one has `rank` there."""
+        """The names for a group of `ranks`, in this order; `rank` is this worker's rank there."""
         numbers = [self.numbers[r] for r in ranks]
         return RankNames(
             numbers, rank, self.size, self._store, self.places, self.activity, self._has_ended
         )
 
     def report_stuck(self, verb: str) -> None:
-        """Tells the others in which call this rank failed."""
+        """Reports to the others in which call this rank failed."""
         numbers = self.numbers if len(self.numbers) < self.size else ()
         if self._store is not None and not self.has_left:
             with suppress(RuntimeError):
@@ -145,13 +145,13 @@ class RankNames:
                 self._store.set(_key(self.number), text)
 
     def withdraw_report(self) -> None:
-        """Tells the others that this rank goes on."""
+        """Removes this rank's report, as it goes on."""
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.delete_key(_key(self.number))
 
     def report_of(self, number: int) -> StuckReport | None:
-        """What the rank of that number has left, if anything; RuntimeError if the store is gone."""
+        """The report of a rank, by its number, if any; RuntimeError if the store is gone."""
         if self._store is None or not self._store.check([_key(number)]):
             return None
         verb, last_call, numbers = json.loads(self._store.get(_key(number)))
@@ -160,18 +160,18 @@ class RankNames:
 
 @dataclass(frozen=True)
 class MissingRanks:
-    """Who waits where, and who does not; all by their numbers in the first group.
+    """Ranks that wait, and ranks that are missing, by their numbers in the first group.
 
     Attributes:
-        reports: what those who wait report.
-        missing: who was asked and has left none.
+        reports: number -> report of each rank that waits.
+        missing: numbers of the ranks without a report.
     """
 
     reports: Mapping[int, StuckReport]
     missing: Sequence[int]
 
     def __str__(self) -> str:
-        """A sentence or two; empty if nothing was found out.
+        """One or two sentences; empty if no rank has left a report.
 
         >>> reports = {0: StuckReport("barrier", "split"), 2: StuckReport("barrier")}
         >>> print(MissingRanks(reports, [1, 3]))
@@ -185,7 +185,7 @@ class MissingRanks:
         return f"Waiting: {waiting}{missing}.{f' Last met: {last_call}.' if last_call else ''}"
 
     def _last_met(self) -> dict[int, str]:
-        """Missing rank -> the last call in which one of those who wait has met it."""
+        """Missing rank -> the last call in which a waiting rank has met it."""
         return {
             number: report.last_call
             for number in self.missing
@@ -195,13 +195,13 @@ class MissingRanks:
 
 
 def find_missing_ranks(names: RankNames, verb: str, grace_s: float = _GRACE_S) -> MissingRanks:
-    """Who waits, and who does not, when this rank's call has failed.
+    """Finds the ranks that wait and those that are missing, after this rank's call has failed.
 
-    The store's server may be what failed, and asking it may hang: a thread asks.
+    A thread reads the store, because the store's server may have failed, so that a read hangs.
 
     Args:
-        names: of the call's group.
-        verb: the call.
+        names: names of the ranks of the call's group.
+        verb: name of the call.
         grace_s: how long to wait for ranks that fail for the same reason.
     """
     reports: dict[int, StuckReport] = {}
@@ -230,27 +230,28 @@ def find_missing_ranks(names: RankNames, verb: str, grace_s: float = _GRACE_S) -
 
 
 def who_left(names: RankNames, verb: str) -> str:
-    """Who closed the connection that this rank's call needed, for messages.
+    """The rank that closed the connection that this rank's call needed, for messages.
 
-    A rank that fails in a call because another one has left says so first, and ends later.
+    A rank that fails because another one has left writes its report before it ends, so a rank
+    without a report is likelier to have left first.
 
     Args:
-        names: of the call's group.
-        verb: the call.
+        names: names of the ranks of the call's group.
+        verb: name of the call.
     """
     names.report_stuck(verb)
     left = [number for number in names.numbers if number != names.number]
     if len(left) > 1:
         gone = names.ended(left)
-        # Those who wait for this rank in turn hear of it only when it leaves: don't let them wait.
-        missing = find_missing_ranks(names, verb, _MOMENT_S).missing or left  # if none answers
+        # Ranks that wait for this one learn of the loss only when it leaves, so this must be quick.
+        missing = find_missing_ranks(names, verb, _MOMENT_S).missing or left  # if it finds none
         left = [n for n in gone if n in missing] or names.ended(missing) or list(missing)
     shown = first_few(list(map(names.placed, left)), _MOST)
     return f"one of {shown}" if len(left) > 1 else shown or "another rank"
 
 
 def _concerned(names: RankNames, reports: Mapping[int, StuckReport]) -> set[int]:
-    """The ranks of the groups in which someone waits."""
+    """Numbers of the ranks of all groups in which a rank waits."""
     groups = [names.numbers, *(report.numbers for report in reports.values())]
     return {number for group in groups for number in group or range(names.size)}
 

@@ -59,7 +59,7 @@ class Variables:
     def local_place(
         self, rank_name: str, size_name: str, of: str, rank: int, size: int
     ) -> tuple[int, int]:
-        """This node's rank and size, the whole's (`of`, the variable) where neither is set."""
+        """Rank and size on this node, as by `place`; errors call `size` by its variable `of`."""
         local_rank, local_size = self.place(rank_name, size_name, rank, size)
         if local_size > size:
             raise UsageError(
