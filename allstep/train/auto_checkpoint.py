@@ -210,15 +210,8 @@ class AutoCheckpoint:
         """Everything that the next step depends on. All workers call it."""
         for exchange in self._exchanges:
             exchange.sync_buffers()
-        is_shared = all(exchange.averaging is None for exchange in self._exchanges)
-        has_parts = is_shared or self._comm.rank == 0
         return {
-            "options": self._state.options(),
-            "models": self._state.models(),
-            "trained": self._state.trained(),
-            # of a global batch that no update was made of
-            "gradients": self._state.gradients(self._awaits_update) if is_shared else None,
-            "state": self._state.part_states() if has_parts else {},
+            **self._state.state_dict(self._awaits_update),
             "exchanges": self._state.exchange_states(),
             "loader": self._loader.state_dict(),
             "epoch": self._epoch,

@@ -86,11 +86,35 @@ class LoopState:
         """Sets the random states of an epoch's code around `steps`, the same in every run."""
         seed_all(derive_seed(self.loader.seed, _EPOCH, epoch), self.comm.device)
 
-    def models(self) -> list[dict[str, Any]]:
-        """The models' state dicts. This and the next methods are collective for divided models."""
-        return [whole_tensors(x.model, x.model.state_dict()) for x in self.exchanges]
+    def state_dict(self, are_kept: Sequence[bool] | None = None) -> dict[str, Any]:
+        """The state that each worker has itself, without `position`; complete with exact sums.
 
-    def gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
+        Collective for divided models. With local SGD each worker has gradients and optimizers of
+        its own: then it has no gradients, and the parts only on rank 0.
+
+        Args:
+            are_kept: for each model whether its gradients are kept; None to keep all.
+        """
+        is_shared = all(exchange.averaging is None for exchange in self.exchanges)
+        kept = are_kept or [True] * len(self.exchanges)
+        parts = self.parts if is_shared or self.comm.rank == 0 else ()
+        return {
+            "options": self.options(),
+            "models": [whole_tensors(x.model, x.model.state_dict()) for x in self.exchanges],
+            "trained": self._trained(),
+            "gradients": self._gradients(kept) if is_shared else None,
+            "state": {name: self._part_state(name) for name in parts},
+        }
+
+    def _trained(self) -> list[dict[str, bool]]:
+        """For each model: name -> whether the parameter is trained, rather than frozen."""
+        found = []
+        for model in (exchange.model for exchange in self.exchanges):
+            own = {name: p.requires_grad for name, p in model.named_parameters()}
+            found.append(whole_tensors(model, own))
+        return found
+
+    def _gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
         """Name -> gradient for each model; None in its place if the gradient is not kept.
 
         Gradients are kept if more may be added to them. None means that the gradient was used and
@@ -105,23 +129,6 @@ class LoopState:
             found.append(whole if is_kept else dict.fromkeys(whole))
         return found
 
-    def awaits_update(self, state: Mapping[str, Any]) -> list[bool]:
-        """For each model whether the state has gradients that no update has used yet."""
-        gradients = state["gradients"] or [{}] * len(self.exchanges)
-        return [any(x is not None for x in stored.values()) for stored in gradients]
-
-    def trained(self) -> list[dict[str, bool]]:
-        """For each model: name -> whether the parameter is trained, rather than frozen."""
-        found = []
-        for model in (exchange.model for exchange in self.exchanges):
-            own = {name: p.requires_grad for name, p in model.named_parameters()}
-            found.append(whole_tensors(model, own))
-        return found
-
-    def part_states(self) -> dict[str, Any]:
-        """Name -> state dict of each part."""
-        return {name: self._part_state(name) for name in self.parts}
-
     def _part_state(self, name: str) -> Any:
         part, model = self.parts[name], self._model_of[name]
         if model is None:
@@ -129,6 +136,11 @@ class LoopState:
         if isinstance(part, Optimizer):
             return whole_optimizer(model, part)
         return whole_tensors(model, part.state_dict())
+
+    def awaits_update(self, state: Mapping[str, Any]) -> list[bool]:
+        """For each model whether the state has gradients that no update has used yet."""
+        gradients = state["gradients"] or [{}] * len(self.exchanges)
+        return [any(x is not None for x in stored.values()) for stored in gradients]
 
     def exchange_states(self) -> list[dict[str, Any] | None]:
         """The exchanges' states, with gradients that are exchanged late; on rank 0."""
@@ -164,20 +176,6 @@ class LoopState:
             "gradients": gradients,
             "state": parts,
             "exchanges": exchanges,
-        }
-
-    def state_dict(self, are_kept: Sequence[bool] | None = None) -> dict[str, Any]:
-        """The state that each worker has itself, without `position`; complete with exact sums.
-
-        Args:
-            are_kept: for each model whether its gradients are kept; None to keep all.
-        """
-        return {
-            "options": self.options(),
-            "models": self.models(),
-            "trained": self.trained(),
-            "gradients": self.gradients(are_kept or [True] * len(self.exchanges)),
-            "state": self.part_states(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
