@@ -250,7 +250,7 @@ class Checkpoints:
     ) -> tuple[int, Any] | None:
         self._comm.activity.enter("load of a checkpoint")
         if self._comm.rank > 0:
-            return receive_state(self._comm, select)
+            return _receive(self._comm, select)
         with ExitStack() as opened:
             try:
                 found = opened.enter_context(find())
@@ -414,19 +414,22 @@ class Checkpoints:
                 _logger.warning("%s could not be deleted (%s)", path, error)
 
 
-def send_state(comm: Communicator, step: int, state: Any) -> None:
+def send_state(comm: Communicator, state: Any) -> None:
     """Sends a state from rank 0 to all workers; the others call `receive_state`."""
-    found = in_memory(step, state)
+    found = in_memory(state)
     _send_index(comm, found)
     _send_tensors(comm, found)
 
 
-def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int, Any] | None:
-    """The step and the state that rank 0 sends, its tensors on the CPU; None if it has none.
+def receive_state(comm: Communicator) -> Any:
+    """The state that rank 0 sends, its tensors on the CPU."""
+    received = _receive(comm)
+    assert received is not None
+    return received[1]
 
-    Args:
-        comm: the workers.
-        select: chooses the parts that this worker wants; None for all.
+
+def _receive(comm: Communicator, select: Select | None = None) -> tuple[int, Any] | None:
+    """The step and the state of a checkpoint that rank 0 sends; None if it has none.
 
     Raises:
         CheckpointError: if rank 0 could not read it.

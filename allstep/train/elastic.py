@@ -318,10 +318,10 @@ def _shared(
     if len({member.progress for member in membership.members}) == 1:
         return state
     if comm.rank == 0:
-        send_state(comm, 0 if state is None else state["loader"]["steps"], state)
+        send_state(comm, state)
         return state
-    received = receive_state(comm)
-    return None if received is None else received[1]
+    received: Mapping[str, Any] | None = receive_state(comm)
+    return received
 
 
 def tell_who_goes_on(comm: Communicator, step: int | None) -> None:

@@ -179,11 +179,11 @@ def open_stored(path: Path | str) -> Iterator[Stored]:
         yield stored
 
 
-def in_memory(step: int, state: Any) -> Stored:
+def in_memory(state: Any) -> Stored:
     """A state without divided tensors, in the form of a stored one."""
     data, tensors = pack(state)
     groups = list(map(load_group, grouped(pieces_of(tensors, FILE_BYTES), FILE_BYTES)))
-    return Stored(step, data, list(map(_on_meta, groups)), groups.__getitem__)
+    return Stored(0, data, list(map(_on_meta, groups)), groups.__getitem__)
 
 
 def verify(path: Path | str) -> dict[str, Any]:

@@ -223,13 +223,10 @@ class WorkerChanges:
 
     def _share_state(self) -> None:
         if self._comm.rank == 0:
-            assert self.step is not None
-            send_state(self._comm, self.step, {**self._state.state_dict(), **self._position})
+            send_state(self._comm, {**self._state.state_dict(), **self._position})
             return
-        received = receive_state(self._comm)
+        state = receive_state(self._comm)
         if self.step is None:
-            assert received is not None
-            state = received[1]
             self._position = {name: state.pop(name) for name in self._position}
             try:
                 self._state.load_state_dict(state)

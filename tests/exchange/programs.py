@@ -286,7 +286,6 @@ class Worker:
     def _state(self) -> Stored:
         frozen = [i for i, x in enumerate(self.net.layers) if not x.weight.requires_grad]
         return in_memory(
-            0,
             {
                 "num_layers": len(self.net.layers),
                 "frozen": frozen,

@@ -151,8 +151,8 @@ def test_dicts_keep_their_class(tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path, comm)
         checkpoints.save(1, state)
         if comm.rank == 0:
-            send_state(comm, 1, state)
-        sent = [] if comm.rank == 0 else [receive_state(comm)]
+            send_state(comm, state)
+        sent = [] if comm.rank == 0 else [(1, receive_state(comm))]
         return [*sent, checkpoints.load_latest(), checkpoints.load_latest(lambda whole: whole)]
 
     for _, found in (x for ranks in run_ranks(2, given) for x in ranks):
