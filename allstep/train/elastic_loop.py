@@ -324,8 +324,8 @@ class Elastic:
 
     # -- what `steps` asks for -------------------------------------------------------------------
 
-    def begin_steps(self, loader: object, exchanges: tuple[Exchange, ...]) -> None:
-        """Checks what `steps` was given.
+    def begin_steps(self, loader: object, exchanges: tuple[Exchange, ...]) -> bool:
+        """Called by `steps` before an epoch's first step; whether any steps are left.
 
         Raises:
             UsageError: if the arguments differ from `Elastic`'s, outside of `epochs`, or twice in
@@ -337,8 +337,10 @@ class Elastic:
                 "`elastic` must know the epoch in which a worker joins: put `steps` in `for epoch"
                 " in elastic.epochs(n):`, in `with Elastic(…) as elastic:`."
             )
-        if self._loader.epoch != self._epoch and not self._was_over:
+        are_left = self._loader.epoch == self._epoch
+        if not (are_left or self._was_over):
             refuse_second_loop("elastic")
+        return are_left
 
     def global_batches(self) -> Iterator[GlobalBatch]:
         """The epoch's remaining global batches; before each, waiting workers may join."""

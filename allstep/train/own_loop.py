@@ -195,10 +195,9 @@ def _steps(
     clock: Callable[[], float],
 ) -> Iterator[Batch]:
     device, activity = exchanges[0].comm.device, exchanges[0].comm.activity
-    is_over = checkpoint is not None and not checkpoint.begin_steps(loader, exchanges)
-    if elastic is not None:
-        elastic.begin_steps(loader, exchanges)
-    source = loader if elastic is None else elastic
+    keeper = checkpoint or elastic  # of the position; not both are given
+    is_over = keeper is not None and not keeper.begin_steps(loader, exchanges)
+    source = elastic or loader
     exchanges[0].stragglers.compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
     with preserved_random_state(device):
         for global_batch in () if is_over else source.global_batches():
@@ -217,9 +216,7 @@ def _steps(
                 times = exchanges[0].stragglers.own_times = batch.times
                 activity.note_times(times.data_s, times.compute_s, times.wait_s)
                 _follow_shares(loader, exchanges[0])
-                if elastic is not None and elastic.after_step():
-                    break
-                if checkpoint is not None and checkpoint.after_step():
+                if keeper is not None and keeper.after_step():
                     break
             finally:
                 for exchange in exchanges:
@@ -229,10 +226,8 @@ def _steps(
             exchange.sync_buffers()
         else:
             exchange.statistics.settle()
-    if checkpoint is not None:
-        checkpoint.end_steps()
-    if elastic is not None:
-        elastic.end_steps()
+    if keeper is not None:
+        keeper.end_steps()
 
 
 def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:
