@@ -71,10 +71,7 @@ class Batch:
         self._compute_s = self._exchange_wait_s = 0.0
         self._num_run = 0
         self._clock = clock
-        self._position = batch.position
-        self._source = batch.micro_batches
-        self._num_micro_batches = batch.num_micro_batches
-        self._num_local_micro_batches = batch.num_local_micro_batches
+        self._part = batch  # as the present workers divide it
         self._kept: list[MicroBatch] | None = [] if replay else None
         self._exchanges = exchanges
         self._device = exchanges[0].comm.device
@@ -110,9 +107,7 @@ class Batch:
         """Repeats the micro-batches until no worker is lost meanwhile. [Note: elastic loops]"""
         while self._sums is None:
             try:
-                if (cut := elastic.begin_pass()) is not None:
-                    self._source = cut.micro_batches
-                    self._num_local_micro_batches = cut.num_local_micro_batches
+                self._part = elastic.begin_pass() or self._part
                 yield from self._pass()
                 self._sums = elastic.commit(self._losses.local_sums(self._device))
             except LOST:
@@ -124,15 +119,14 @@ class Batch:
         """This worker's micro-batches, with the exchange at their end."""
         self._exchanged = False
         self._losses.begin_pass()
-        samples = f"{self.num_samples} samples after {self._position} others"
+        samples = f"{self.num_samples} samples after {self._part.position} others"
         num_passes = 1 if len(self._exchanges) == 1 else _MOST_PASSES
         others = [other for other in attached_here() if other not in self._exchanges]
-        num = self._num_micro_batches
         together = (
             exchange.global_batch(
                 self.step,
                 samples,
-                num_micro_batches=num,
+                num_micro_batches=self._part.num_micro_batches,
                 num_passes=num_passes,
                 sum_factor=self._losses.sum_factor,
             )
@@ -143,7 +137,7 @@ class Batch:
             with _all(statistics.step(total) for statistics, total in totals):
                 self._gradients.note_earlier()
                 for exchange in self._exchanges:
-                    num_calls = num_calls_of(exchange.model, self._num_local_micro_batches)
+                    num_calls = num_calls_of(exchange.model, self._part.num_local_micro_batches)
                     exchange.begin_batch(num_calls)
                 self._serve_others()
                 self._gradients.begin()
@@ -332,7 +326,7 @@ class Batch:
     def _serve_others(self) -> None:
         """Runs this worker's experts for others that have more micro-batches."""
         for exchange in self._exchanges:
-            model, num = exchange.model, self._num_local_micro_batches
+            model, num = exchange.model, self._part.num_local_micro_batches
             begin = exchange.begin_micro_batch
             if isinstance(model, Pipeline):
                 if model.keeps_in_step and not num:
@@ -352,7 +346,7 @@ class Batch:
         if self._num_passes and self._kept is not None:
             yield from self._kept
             return
-        source = iter(self._source)
+        source = iter(self._part.micro_batches)
         while True:
             self._activity.enter("data", self.step)
             start_s = self._clock()
