@@ -55,6 +55,15 @@ def finite(plain: Any) -> Any:
     return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
+def json_text(plain: Any, indent: int | None = 2) -> str:
+    """Plain data as a text for other programs, which know neither NaN nor infinity; see `finite`.
+
+    >>> print(json_text({"losses": [0.5, math.nan]}, indent=None), end="")
+    {"losses": [0.5, null]}
+    """
+    return json.dumps(finite(plain), indent=indent, default=str, allow_nan=False) + "\n"
+
+
 def read_json(path: Path) -> Any:
     """The plain data in a file."""
     return json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,5 @@
 """Advice as JSON and as a picture."""
 
-import json
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from allstep.cli.advise_output import Advice
 from allstep.cli.output_files import check_plot, check_writable, new_figure, writing_errors
-from allstep.files import finite
+from allstep.files import json_text
 from allstep.plan import Prediction, plain_data
 
 
@@ -31,9 +30,8 @@ def write_plain(known: Namespace, plain: dict[str, Any]) -> None:
     """Writes all numbers as JSON, if that was asked for."""
     if known.json is None:
         return
-    text = json.dumps(finite(plain), indent=2, allow_nan=False) + "\n"
     with writing_errors(f"`json` (={known.json})"):
-        known.json.write_text(text, encoding="utf-8")
+        known.json.write_text(json_text(plain), encoding="utf-8")
 
 
 def plain_advice(advice: Advice) -> dict[str, Any]:

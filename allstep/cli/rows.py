@@ -1,6 +1,5 @@
 """Where commands print, and labelled values: a table on a terminal, plain lines elsewhere."""
 
-import json
 import shutil
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from allstep.files import finite
+from allstep.files import json_text
 
 _SIZE_WITHOUT_TERMINAL = (100, 24)
 
@@ -51,4 +50,4 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 def print_json(plain: Any, *, indent: int = 1) -> None:
     """Prints plain data for programs."""
-    print(json.dumps(finite(plain), indent=indent, allow_nan=False))
+    print(json_text(plain, indent), end="")

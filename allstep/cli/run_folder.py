@@ -12,7 +12,7 @@ from allstep.cli.output_files import writing_errors
 from allstep.comm import Communicator
 from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
-from allstep.files import finite, read_json, write_json
+from allstep.files import json_text, read_json, write_json, write_whole
 from allstep.recipes import (
     RECIPE_FILE,
     AnyRecipe,
@@ -303,7 +303,7 @@ def resume_command(run_dir: Path, num_workers: int) -> str:
 def write_report(run_dir: Path, report: dict[str, Any]) -> None:
     """Writes `report.json`."""
     with writing(run_dir / _REPORT):
-        write_json(run_dir / _REPORT, finite(report))
+        write_whole(run_dir / _REPORT, json_text(report))
 
 
 def finished_report(run_dir: Path, recipe: Recipe) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -19,7 +18,7 @@ from allstep.cli.rows import make_console, make_table, print_rows
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.errors import check_integer
-from allstep.files import finite, write_whole
+from allstep.files import json_text, write_whole
 from allstep.recipes import Recipe
 from allstep.train import (
     Checkpoints,
@@ -121,9 +120,9 @@ def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -
         _show(*found[0])
     path = run_dir / _file(asked)
     indent = None if asked.all_checkpoints else 2
-    texts = [json.dumps(finite({"step": step, **asdict(m)}), indent=indent) for m, step in found]
+    texts = [json_text({"step": step, **asdict(measured)}, indent) for measured, step in found]
     with writing_errors(str(path)):
-        write_whole(path, "".join(f"{text}\n" for text in texts))
+        write_whole(path, "".join(texts))
     print_rows([("file", str(path))])
 
 

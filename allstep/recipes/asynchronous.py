@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 import allstep
 from allstep import Communicator, TrainOptions, UsageError
-from allstep.files import finite, replacing, write_json
+from allstep.files import json_text, replacing, write_whole
 from allstep.recipes.base import Recipe
 
 Server = Literal["plain", "staleness_aware", "in_turn"]
@@ -85,7 +85,7 @@ def train(recipe: Recipe, server: Server, comm: Communicator, run_dir: Path) -> 
         }
         with replacing(run_dir / "model.pt") as draft:
             torch.save(task.model.state_dict(), draft)
-        write_json(run_dir / "report.json", finite(report))
+        write_whole(run_dir / "report.json", json_text(report))
         _show(report, run_dir)
     return task.model
 

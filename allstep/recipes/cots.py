@@ -9,7 +9,7 @@ from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.files import finite, write_json
+from allstep.files import json_text, write_whole
 from allstep.recipes.base import DividedRecipe
 from allstep.recipes.cots_data import (
     Photos,
@@ -187,7 +187,7 @@ class Cots(DividedRecipe):
             "interrupted": loop.interrupted,
         }
         if comm.rank == 0:
-            write_json(run_dir / "report.json", finite(report))
+            write_whole(run_dir / "report.json", json_text(report))
             show(report, run_dir)
         return 128 + loop.interrupted if loop.interrupted else 0
 

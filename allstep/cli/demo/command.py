@@ -17,7 +17,7 @@ from allstep.cli.interruptible import interruptible
 from allstep.cli.output_files import check_can_draw, check_writable, writing_errors
 from allstep.cli.rows import make_console
 from allstep.errors import UsageError
-from allstep.files import finite, write_json
+from allstep.files import json_text, write_whole
 
 Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
 
@@ -142,4 +142,4 @@ def _keep(
 ) -> None:
     with writing_errors(f"`out` (={out})"):
         draw(panel, out / _picture(panel.letter))
-        write_json(out / _NUMBERS, finite(numbers))
+        write_whole(out / _NUMBERS, json_text(numbers))
