@@ -179,13 +179,14 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
         )
 
 
-def first_few(words: Sequence[str], most: int) -> str:
-    """The first words for a message; dots stand for those that are omitted.
+def first_few(found: Sequence[object], most: int) -> str:
+    """A list for a message, which says how many more there are.
 
     >>> first_few(["a", "b", "c"], 2), first_few(["a", "b"], 2)
-    ('a, b, ...', 'a, b')
+    ('a, b and 1 more', 'a, b')
     """
-    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")
+    num_more = len(found) - most
+    return ", ".join(map(str, found[:most])) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def check_positive(name: str, value: float, example: str) -> None:

@@ -270,7 +270,7 @@ def listed(ranks: Sequence[int]) -> str:
     """>>> listed([1, 3])
     'ranks 1, 3'
     """
-    shown = first_few(list(map(str, ranks)), _MOST)
+    shown = first_few(ranks, _MOST)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator
-from allstep.errors import AllstepError, UsageError
+from allstep.errors import AllstepError, UsageError, first_few
 
 Norm = Literal["l1", "l2", "linf"]
 
@@ -20,12 +20,10 @@ class NonfiniteGradientError(AllstepError, ArithmeticError):
     """Gradients hold NaN or infinity; the message names up to five of their parameters."""
 
     def __init__(self, names: Sequence[str], step: int | None = None) -> None:
-        more = len(names) - _NUM_LISTED
-        listed = ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
         when = "" if step is None else f"Step {step}: "
         super().__init__(
-            f"{when}the gradient of {listed}, or what it is added to, is not finite. Lower the"
-            " learning rate, clip the gradient or look at the loss;"
+            f"{when}the gradient of {first_few(names, _NUM_LISTED)}, or what it is added to, is not"
+            " finite. Lower the learning rate, clip the gradient or look at the loss;"
             ' `nonfinite="skip"` would leave such steps out.'
         )
 

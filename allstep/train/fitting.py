@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.errors import CheckpointError
+from allstep.errors import CheckpointError, first_few
 from allstep.nn import DividedTensor
 from allstep.train.devices import map_held
 from allstep.train.dtensors import laid_out, lay_out
 
-_NUM_LISTED = 5
+_MOST = 5  # that an error names
 
 
 def check_same(
@@ -88,7 +88,7 @@ def check_model_state(expected: Mapping[str, Any], state: Mapping[str, Any]) -> 
             for name in expected
             if name in state and of(state[name]) != of(expected[name])
         ]
-    found = [f"{kind}: {_listed(names)}" for kind, names in misfits.items() if names]
+    found = [f"{kind}: {first_few(names, _MOST)}" for kind, names in misfits.items() if names]
     if found:
         raise CheckpointError(
             f"The checkpoint is for another model: {'; '.join(found)}. "
@@ -119,8 +119,9 @@ def check_groups(expected: list[int], state: Mapping[str, Any]) -> None:
     found = [len(group["params"]) for group in state["param_groups"]]
     if found != expected:
         raise CheckpointError(
-            f"The checkpoint is for another optimizer: its groups have {_listed(found)} parameters "
-            f"instead of {_listed(expected)}. Build the groups as when it was written."
+            f"The checkpoint is for another optimizer: its groups have"
+            f" {first_few(found, _MOST)} parameters instead of {first_few(expected, _MOST)}. Build"
+            " the groups as when it was written."
         )
 
 
@@ -130,9 +131,3 @@ def _shape(value: Any) -> object:
 
 def _dtype(value: Any) -> object:
     return value.dtype if isinstance(value, Tensor | DividedTensor) else None
-
-
-def _listed(names: list[Any]) -> str:
-    text = ", ".join(map(str, names[:_NUM_LISTED]))
-    more = len(names) - _NUM_LISTED
-    return f"{text} and {more} more" if more > 0 else text

@@ -16,6 +16,7 @@ from allstep.doctor.verify.compare import Divergence, Quantity, limit_of
 from allstep.doctor.verify.outputs import OutputSum
 from allstep.doctor.verify.record import RunRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch
+from allstep.errors import first_few
 
 _FACTOR_TOLERANCE = 10.0  # limits
 _LEFT = 30.0  # limits: a difference of sums is less exact than they are
@@ -256,5 +257,4 @@ def _names_text(names: Sequence[str]) -> str:
     """>>> _names_text(["a", "b", "c"])
     '`a` and 2 more'
     """
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"`{names[0]}`{more}"
+    return first_few([f"`{name}`" for name in names], 1)
