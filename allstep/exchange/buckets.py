@@ -346,21 +346,18 @@ class BucketSet:
         flags = self.plan.flags(self.flats)[1:].tolist()
         return [name for name, flag in zip(self.plan.names, flags, strict=True) if flag > 0]
 
-    def complete(self, comm: Communicator | None) -> tuple[str, ...]:
+    def complete(self, comm: Communicator | None) -> None:
         """Adds gradients off the grid to the sums. Collective if any worker has such gradients.
 
         Args:
             comm: the workers; None if nothing is summed over workers.
-
-        Returns:
-            The names of the parameters with such gradients.
         """
         if self.completed is not None:
-            return self.completed
+            return
         pairs = zip(self.plan.names, self.plan.flags(self.flats)[1:].tolist(), strict=True)
         self.completed = names = tuple(name for name, flag in pairs if flag > self.plan.size)
         if not names:
-            return ()
+            return
         local = [self.off_grid.get(name) or ReproducibleSum(self.views[name]) for name in names]
         totals = (
             [x.total() for x in local] if comm is None else reproducible_all_reduce(comm, local)
@@ -368,7 +365,6 @@ class BucketSet:
         for name, total in zip(names, totals, strict=True):
             self.views[name].copy_(total.add_(self.views[name]))
             self.off_grid.pop(name, None)
-        return names
 
     def state_dict(
         self, parameters: Mapping[str, nn.Parameter], divisor: Tensor | None = None
