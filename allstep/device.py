@@ -306,6 +306,11 @@ def seed(seed: int, device: torch.device | None = None) -> None:
         _driver.seed(device, seed)
 
 
+def drawn_seed() -> int:
+    """A seed that follows from the CPU's random state, which goes on."""
+    return int(torch.randint(2**62, ()).item())
+
+
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Restores on exit the random states that `seed` sets."""

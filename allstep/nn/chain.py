@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator, Mesh, StageModules
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import recv, send
-from allstep.device import preserved_random_state
+from allstep.device import drawn_seed, preserved_random_state
 from allstep.device import seed as seed_torch
 from allstep.errors import UsageError, check_type
 from allstep.nn.replicated import seed_at
@@ -142,7 +142,7 @@ class Chain(nn.Module):
         self._rank_of = {name: part.rank for part in parts for name in part.outputs}
         self._seeded = seeded
         self.parts = StageModules(mesh, axis, [part.name for part in parts])
-        seed, made = int(torch.randint(2**62, ()).item()), {}
+        seed, made = drawn_seed(), {}
         for part in (part for part in parts if part.rank == comm.rank):
             module = part.module
             with seeded(seed_at(seed, part.name), comm.device):
@@ -173,7 +173,7 @@ class Chain(nn.Module):
                 raise UsageError(f"`{name}` is not given, and a part on rank {comm.rank} takes it.")
         held: dict[str, Any] = dict(values)
         delegate = torch.zeros((), device=comm.device, requires_grad=torch.is_grad_enabled())
-        seed = int(torch.randint(2**62, ()).item())
+        seed = drawn_seed()
         sent: set[tuple[str, int]] = set()
         for part in self._order:
             # [Note: one order of all messages] Every rank goes through all parts and messages in

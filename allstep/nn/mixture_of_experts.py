@@ -17,6 +17,7 @@ from allstep.comm.agreement import agree
 from allstep.comm.autograd import all_to_all
 from allstep.comm.ddp import is_in_ddp
 from allstep.comm.layout import dtype_name, dtype_of_name
+from allstep.device import drawn_seed
 from allstep.errors import UsageError, check_type, nearest_multiples
 from allstep.nn.chain import seeded
 from allstep.nn.expert_workers import ExpertWorkers
@@ -183,7 +184,7 @@ class MixtureOfExperts(nn.Module):
         if self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         num_taken, places, counts = self._in_order_of_experts(choices)
-        seed = int(torch.randint(2**62, ()).item())
+        seed = drawn_seed()
         # A place for each choice, first choices first: no sum, here or in backward, whose order
         # threads would choose.
         copies = tokens.expand(self.top_k, *tokens.shape).reshape(-1, self.in_features)

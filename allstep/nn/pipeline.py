@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from allstep.comm import Communicator, Mesh, StageModules, divided_modules
 from allstep.comm.agreement import agree
+from allstep.device import drawn_seed
 from allstep.errors import UsageError, check_type
 from allstep.nn.chain import fault_of_modules, seeded
 from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words, shapes_of
@@ -107,7 +108,7 @@ class Pipeline(nn.Module):
         self.stages = StageModules(mesh, axis, numbers, can_be_sharded=True)
         if comm.size > 1:
             mesh.device_mesh()  # which all workers make together, before a stage may want it
-        seed, made = int(torch.randint(2**62, ()).item()), {}
+        seed, made = drawn_seed(), {}
         for number in (number for part in self._parts for number in part):
             stage = stages[number]
             with seeded(seed_at(seed, number), comm.device):
@@ -165,7 +166,7 @@ class Pipeline(nn.Module):
                 " `steps`, `model.evaluate(micro_batches)` gives losses without gradients, and"
                 " `model.measure(function, micro_batch)` what a function makes of an output."
             )
-        seed, found = int(torch.randint(2**62, ()).item()), values
+        seed, found = drawn_seed(), values
         for number, stage in self.stages.items():
             with seeded(seed_at(seed, int(number)), self._comm.device):
                 found = stage(*found) if isinstance(found, tuple) else stage(found)

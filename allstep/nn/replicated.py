@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from allstep.comm import Communicator
 from allstep.comm.autograd import all_reduce
+from allstep.device import drawn_seed
 
 
 def replicated(comm: Communicator, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -50,7 +51,7 @@ class _Replicated(Function):
 
 def agreed_seed(comm: Communicator, seed: int | None) -> int:
     """The same seed on all workers: rank 0's, which is drawn from torch's generator if None."""
-    drawn = int(torch.randint(2**62, ()).item()) if seed is None else seed
+    drawn = drawn_seed() if seed is None else seed
     agreed: int = comm.broadcast_object(drawn)
     return agreed
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from allstep.comm import Communicator
 from allstep.data import GlobalBatch, MicroBatch
 from allstep.data.random import derive_seed, seed_all
-from allstep.device import is_accelerator
+from allstep.device import drawn_seed, is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.optimizer_watch import attached_here
@@ -239,7 +239,7 @@ class Batch:
             each = prepare(read)
             weight = None if model.weight is None else model.weight(each)
             data.append(each)
-            seeds.append(int(torch.randint(2**62, ()).item()))
+            seeds.append(drawn_seed())
             losses.append(torch.zeros((), dtype=torch.float64, device=self._device))
             factors.append(scale * self._take(losses[-1], weight))
             assert self.micro_batch is not None
