@@ -317,10 +317,8 @@ def _length(dataset: Dataset[Any]) -> int:
 
 def _cut(num_samples: int, micro_batch: int) -> list[range]:
     """The samples' ranges of the micro-batches; the last may be short."""
-    return [
-        range(start, min(start + micro_batch, num_samples))
-        for start in range(0, num_samples, micro_batch)
-    ]
+    samples = range(num_samples)
+    return [samples[start : start + micro_batch] for start in samples[::micro_batch]]
 
 
 @contextmanager
