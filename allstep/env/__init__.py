@@ -14,6 +14,7 @@ from allstep.env.launch import Launch as Launch
 from allstep.env.launchers import read_launch as read_launch
 from allstep.env.limits import make_room as make_room
 from allstep.env.limits import num_cores as num_cores
+from allstep.env.processes import is_alive as is_alive
 from allstep.env.processes import read_stat as read_stat
 from allstep.env.scheduling import patient_threads as patient_threads
 from allstep.env.silence import limit_silence as limit_silence

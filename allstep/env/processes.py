@@ -1,5 +1,6 @@
 """What the kernel says about a process."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +27,19 @@ def read_stat(pid: int) -> ProcessStat:
     Raises:
         OSError: if there is no such process, or if it is another user's.
 
-    >>> import os
     >>> read_stat(os.getpid()).parent == os.getppid()
     True
     """
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return ProcessStat(words[0], int(words[1]), words[19])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this machine has a process with this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

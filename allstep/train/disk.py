@@ -13,7 +13,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from allstep.train.devices import is_alive
+from allstep.env import is_alive
 
 
 class Disk:

@@ -29,9 +29,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 import allstep.comm
 from allstep.comm import FAILED as HAS_FAILED
 from allstep.comm import LOST_PEER, SIGNALLED, Activity, Communicator
-from allstep.env import Launch, read_error_file, read_launch
+from allstep.env import Launch, is_alive, read_error_file, read_launch
 from allstep.errors import AllstepError, CommunicationError, DisagreementError
-from allstep.train.devices import is_alive
 from allstep.train.stop import REPEAT_S, SIGNALS
 
 FAILED = 1
