@@ -112,8 +112,7 @@ class BestMetric:
         Raises:
             CheckpointError: if it was saved for another metric, whose values can't be compared.
         """
-        self._check_same_metric(state)
-        self.value, self.step = state["value"], state["step"]
+        self.take_saved(state)
         self._reference = state["reference"]
         self._num_without_gain = state["num_without_gain"]
 
@@ -132,11 +131,8 @@ class BestMetric:
         if state is None:
             self.value = self.step = None
             return
-        self._check_same_metric(state)
-        self.value, self.step = state["value"], state["step"]
-
-    def _check_same_metric(self, state: Mapping[str, Any]) -> None:
         check_same(state, {"best_metric": self.metric, "best_mode": self._mode})
+        self.value, self.step = state["value"], state["step"]
 
     def _is_better(self, value: float, than: float | None, by: float = 0.0) -> bool:
         if than is None:
