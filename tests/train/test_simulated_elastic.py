@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from tests.helpers.compare import equal
 from tests.helpers.simulation.faults import Faults
-from tests.helpers.simulation.loop import same, undisturbed
+from tests.helpers.simulation.loop import undisturbed
 from tests.helpers.simulation.seeds import check_training, chosen
 from tests.helpers.simulation.training import Simulation
 
@@ -40,7 +41,7 @@ def test_undisturbed() -> None:
     simulation.run()
     for outcome in simulation.outcomes:
         assert outcome.state is not None
-        assert same(outcome.state, undisturbed())
+        assert equal(outcome.state, undisturbed())
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1]])
@@ -64,7 +65,7 @@ def test_worker_behind_a_firewall_joins() -> None:
     simulation.run()
     *first, joins = simulation.outcomes
     for outcome in first:
-        assert outcome.state is not None and same(outcome.state, undisturbed())
+        assert outcome.state is not None and equal(outcome.state, undisturbed())
     assert "could not connect with the other workers" in str(joins.error)
 
 
@@ -93,7 +94,7 @@ def test_the_store_is_lost(at_s: float) -> None:
     simulation = Simulation(0, Faults([0, 0, 1], store_ends_at_s=at_s))
     simulation.run()
     for outcome in simulation.outcomes:
-        assert outcome.state is not None and same(outcome.state, undisturbed())
+        assert outcome.state is not None and equal(outcome.state, undisturbed())
 
 
 def test_the_store_is_cut_off() -> None:
@@ -102,7 +103,7 @@ def test_the_store_is_cut_off() -> None:
     simulation = Simulation(0, faults)
     simulation.run()
     for outcome in simulation.outcomes:
-        assert outcome.state is not None and same(outcome.state, undisturbed())
+        assert outcome.state is not None and equal(outcome.state, undisturbed())
 
 
 def test_a_worker_is_lost_after_the_store() -> None:
@@ -120,7 +121,7 @@ def test_one_of_two_is_lost() -> None:
     simulation.run()
     lost, left = simulation.outcomes
     assert lost.process.was_killed
-    assert left.state is not None and same(left.state, undisturbed())
+    assert left.state is not None and equal(left.state, undisturbed())
 
 
 def test_all_workers_of_other_hosts_are_lost() -> None:

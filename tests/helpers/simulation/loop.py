@@ -1,6 +1,6 @@
 """A user's own elastic loop, as small as can be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -105,8 +105,3 @@ def _run_undisturbed() -> tuple[list[Tensor], dict[int, list[Tensor]]]:
     with loop.elastic:
         loop.run(lambda: None, lambda step: by_step.update({step: loop.trained()}))
     return loop.state(), by_step
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether two trainings came to the same bits."""
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -12,9 +12,10 @@ from torch import Tensor
 from allstep import Communicator
 from allstep.errors import CheckpointError
 from allstep.train.checkpoint import Checkpoints
+from tests.helpers.compare import equal
 from tests.helpers.simulation.disk import DiskFaults, FaultyDisk
 from tests.helpers.simulation.faults import Faults
-from tests.helpers.simulation.loop import Loop, same, undisturbed, undisturbed_steps
+from tests.helpers.simulation.loop import Loop, undisturbed, undisturbed_steps
 from tests.helpers.simulation.scheduler import Process
 from tests.helpers.simulation.training import Outcome, Simulation
 from tests.helpers.simulation.volume import Volume
@@ -75,7 +76,7 @@ class SavingSimulation(Simulation):
 
     def _is_right(self, state: Sequence[Tensor]) -> bool:
         """But for the last loss and evaluation, which a life may begin behind."""
-        return same(state[:-1], undisturbed()[:-1])
+        return equal(state[:-1], undisturbed()[:-1])
 
     def _was_taken(self, outcome: Outcome) -> bool:
         return super()._was_taken(outcome) or self._is_full(outcome.error)
@@ -176,7 +177,7 @@ def _check_state(
         loop.elastic.load_state_dict(state)
     except CheckpointError as error:
         raise AssertionError(f"what was found is of something else: {error}") from error
-    assert same(loop.trained(), undisturbed_steps()[step]), f"another state of step {step}"
+    assert equal(loop.trained(), undisturbed_steps()[step]), f"another state of step {step}"
 
 
 def checkpoint_folder(root: Path) -> Path:

@@ -14,8 +14,9 @@ from allstep.comm.missing import RankNames
 from allstep.env import Launch
 from allstep.errors import CommunicationError, PeerLostError, UsageError
 from allstep.train.elastic_loop import loop_membership
+from tests.helpers.compare import equal
 from tests.helpers.simulation.faults import Faults
-from tests.helpers.simulation.loop import Loop, same, undisturbed
+from tests.helpers.simulation.loop import Loop, undisturbed
 from tests.helpers.simulation.network import FaultyNetwork, FaultyWire
 from tests.helpers.simulation.scheduler import Process, Scheduler
 from tests.helpers.simulation.system import SimulatedStore, SimulatedSystem
@@ -181,7 +182,7 @@ class Simulation:
                 self._check_error(outcome.error, is_first=is_first)
 
     def _is_right(self, state: Sequence[Tensor]) -> bool:
-        return same(state, undisturbed())
+        return equal(state, undisturbed())
 
     def _was_taken(self, outcome: Outcome) -> bool:
         """Whether a fault has ended a worker."""
