@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from allstep.comm import (
     Communicator,
     DividedModules,
+    Shard,
     StageModules,
     divided_modules,
     parts_along_axes,
@@ -19,18 +20,15 @@ from allstep.comm import (
     stages_of,
 )
 from allstep.errors import UsageError
+from allstep.nn import DividedTensor, Window
 from allstep.torch_classes import bounds_of, is_dtensor, local_part
 from allstep.train.devices import map_held, map_tensors
 from allstep.train.dtensors import cut_dtensor, cut_dtensors
 from allstep.train.fitting import check_groups, check_model_state
-from allstep.train.shards import (
-    Part,
-    cut,
-    cut_optimizer,
-    divided,
-)
+from allstep.train.shards import cut, cut_optimizer
 
 State = dict[Any, Any]
+_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -235,13 +233,11 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
         for k, v in state.items()
         if k in shards or (isinstance(k, str) and k.startswith(owned.prefixes))
     }
-    cuts: dict[str, tuple[list[int], Part]] = {}
-    for n, p in model.named_parameters(remove_duplicate=False):
-        if n in shards:
-            s = shards[n]
-            cuts[n] = list(p.shape), (s.dim, s.comm.rank, s.comm.size, bounds_of(p))
-        elif n in own and is_dtensor(p):
-            cuts[n] = list(p.shape), (0, 0, 1, bounds_of(p))
+    cuts = {
+        n: _cut_of(p, shards.get(n))
+        for n, p in model.named_parameters(remove_duplicate=False)
+        if n in shards or (n in own and is_dtensor(p))
+    }
     by_rank = workers.all_gather_object((map_tensors(own, _described), cuts))
     whole = {key: value for key, value in state.items() if key not in own}
     for name in dict.fromkeys(chain.from_iterable(entries for entries, _ in by_rank)):
@@ -250,17 +246,36 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
         def of_all(x: Tensor, name: str = name) -> Any:
             if x.dim() == 0:
                 return x.detach().cpu()
-            shape = x.shape if name in own else x.shape[1:]
-            parts: list[Part | None] = []
-            for entries, cuts in by_rank:
-                cut_shape, part = cuts.get(name, (None, None))
-                if cut_shape != list(shape):
-                    part = (0, 0, 1, ([0] * len(shape), shape))
-                parts.append(part if name in entries else None)
-            return divided(local_part(x), shape, parts, workers)
+            shape = whole_shape = tuple(x.shape if name in own else x.shape[1:])
+            windows: list[Window | None] = [None] * workers.size
+            for rank, (entries, cuts) in enumerate(by_rank):
+                cut_shape, *cut = cuts.get(name, (None,))
+                if name in entries and cut_shape == shape:
+                    whole_shape, start, stop = cut
+                    windows[rank] = Window(start, stop)
+                elif name in entries:
+                    windows[rank] = Window.whole(shape)
+            local = None if windows[workers.rank] is None else local_part(x)
+            return DividedTensor(local, whole_shape, x.dtype, windows, workers)
 
         whole[name] = map_tensors(own.get(name, told), of_all)
     return whole
+
+
+def _cut_of(p: nn.Parameter, shard: Shard | None) -> tuple[_Shape, _Shape, _Shape, _Shape]:
+    """A worker's shape of a parameter, the whole one's, and start and stop of its elements there.
+
+    Args:
+        p: the parameter, which FSDP2 may have sharded.
+        shard: which part of the whole one it is, if a layer is divided.
+    """
+    whole, (start, stop) = list(p.shape), map(list, bounds_of(p))
+    if shard is not None:
+        before = shard.comm.rank * p.shape[shard.dim]
+        start[shard.dim] += before
+        stop[shard.dim] += before
+        whole[shard.dim] *= shard.comm.size
+    return tuple(p.shape), tuple(whole), tuple(start), tuple(stop)
 
 
 def _described(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What differs in training if several workers share a copy of the model. [Note: shards]"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,14 +9,10 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator, Shard, parts_along_axes, shards_of
 from allstep.errors import UsageError
-from allstep.nn import DividedTensor, Window
 from allstep.train.devices import map_held
 from allstep.train.options import TrainOptions
 
 State = dict[Any, Any]
-# A tensor's shard: the dimension that is cut, the part's index, the number of parts; and the begin
-# and end, within the part, of what this worker has: the whole part without FSDP2.
-Part = tuple[int, int, int, tuple[Sequence[int], Sequence[int]]]
 
 _LOSSLESS = ("fp32", "bf16", "fp16", "exact")  # formats that leave nothing for a later step
 
@@ -79,33 +75,6 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
                 f"`{name}` (={getattr(options, name)!r}) is for models that are whole on every"
                 f" worker, and {reason}: {cure}."
             )
-
-
-def divided(
-    x: Tensor, shape: Sequence[int], parts: Sequence[Part | None], workers: Communicator
-) -> DividedTensor:
-    """A tensor whose equal parts are on workers, each part whole or sharded again by FSDP2.
-
-    Args:
-        x: the elements of its part that this worker has; any tensor of the dtype if it has none.
-        shape: the shape of each part.
-        parts: each rank's part; None for a worker without one.
-        workers: all workers.
-    """
-    dim, _, count, _ = next(part for part in parts if part is not None)
-    whole = [*shape[:dim], shape[dim] * count, *shape[dim + 1 :]]
-    windows = [None if part is None else _in_whole(part, shape) for part in parts]
-    local = None if parts[workers.rank] is None else x
-    return DividedTensor(local, whole, x.dtype, windows, workers)
-
-
-def _in_whole(part: Part, shape: Sequence[int]) -> Window:
-    """The window of the whole tensor that a worker has."""
-    dim, index, _, bounds = part
-    start, stop = map(list, bounds)
-    start[dim] += index * shape[dim]
-    stop[dim] += index * shape[dim]
-    return Window(tuple(start), tuple(stop))
 
 
 def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
