@@ -188,7 +188,7 @@ def _check(
     plan: _Plan,
     deadline_s: float,
 ) -> str:
-    """Connects the hosts with each other, for a moment; what is wrong, the same on all workers."""
+    """Briefly connects the hosts with each other; returns what is wrong, equal on all workers."""
     with ExitStack() as stack:
         if launch.rank in plan.testers:
             found = _listen(stack, store, launch.rank, plan.addresses[launch.rank], places)

@@ -1,4 +1,4 @@
-"""The verbs on plain data; see [Note: safe encoding] in codec.py."""
+"""Collectives and messages of plain data; see [Note: safe encoding] in codec.py."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -17,7 +17,7 @@ class ObjectCollectives(CommunicatorBase):
     """
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
-        """The root's object, on all ranks; `obj` of the others is ignored.
+        """The root's object, on all ranks; `obj` of the other ranks is ignored.
 
         >>> from allstep.comm import Communicator
         >>> Communicator.single_process().broadcast_object({"lr": 0.1})
@@ -28,11 +28,11 @@ class ObjectCollectives(CommunicatorBase):
         return decode(self.messages.broadcast(body, root, "broadcast_object"))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's object, on all ranks: a list with one entry a rank."""
+        """Every rank's object, on all ranks: a list with one entry per rank."""
         return [decode(b) for b in self.messages.all_gather(encode(obj), "all_gather_object")]
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's object, on the root: a list with one entry a rank; None elsewhere."""
+        """Every rank's object, on the root: a list with one entry per rank; None elsewhere."""
         self._check_rank("root", root)
         body = encode(obj)
         if self.rank != root:
@@ -44,7 +44,7 @@ class ObjectCollectives(CommunicatorBase):
         return [decode(bodies[rank]) for rank in range(self.size)]
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """This rank's entry of the root's `objs`, which has `size` of them."""
+        """This rank's entry of the root's `objs`, which has `size` entries."""
         self._check_rank("root", root)
         if self.rank != root:
             verb = "scatter_object"
@@ -76,11 +76,12 @@ class ObjectCollectives(CommunicatorBase):
         """The sum over ranks, in rank order, on all of them: `obj_0 + obj_1 + ...`.
 
         Args:
-            obj: whatever has a `+`: numbers, arrays, tensors, lists and texts (which are joined);
-                dicts are added value by value.
+            obj: an object with a `+`: numbers, arrays, tensors, lists and strings (which are
+                joined); dicts are added value by value.
 
         Raises:
-            DisagreementError: if ranks pass dicts of other keys, or what cannot be added.
+            DisagreementError: if ranks pass dicts with different keys, or objects that cannot be
+                added.
 
         >>> from allstep.comm import Communicator
         >>> Communicator.single_process().all_reduce_object({"correct": 3, "total": 4})

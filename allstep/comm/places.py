@@ -1,4 +1,4 @@
-"""Where workers run: named in errors, and whether one has ended is looked up."""
+"""Where workers run; errors name it, and it tells whether a worker has ended."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ class Place:
     """Where a worker runs.
 
     Attributes:
-        host: the machine's name.
-        pid: the worker's process.
-        space: equal where processes see each other by their ids; empty if nobody knows.
-        accelerator: the accelerator that it computes on; empty if that is not known.
-        born: when the process was started, in the system's own count; empty if that is not known.
+        host: name of the machine.
+        pid: pid of the worker's process.
+        space: equal for processes that see each other's pids; empty if unknown.
+        accelerator: id of the accelerator that it computes on; empty if unknown.
+        born: when the process was started, in clock ticks since boot; empty if unknown.
     """
 
     host: str
@@ -34,24 +34,24 @@ class Place:
 
     @classmethod
     def own(cls, device: torch.device | None = None) -> "Place":
-        """This process's.
+        """The place of this process.
 
         Args:
-            device: where it computes, if that is known.
+            device: the device that it computes on, if that is known.
         """
         place = cls.of_process(os.getpid())
         return place if device is None else replace(place, accelerator=device_id(device))
 
     @classmethod
     def of_process(cls, pid: int) -> "Place":
-        """A process's, of this host."""
+        """The place of a process on this host."""
         born = ""
-        with contextlib.suppress(OSError):  # where the system does not tell
+        with contextlib.suppress(OSError):  # where the system does not say
             born = read_stat(pid).start
         return cls(socket.gethostname(), pid, own_space(), born=born)
 
     def __str__(self) -> str:
-        """For messages.
+        """The place as messages name it.
 
         >>> str(Place("gpu01", 7))
         'process 7 on gpu01'
@@ -59,7 +59,7 @@ class Place:
         return f"process {self.pid} on {self.host}"
 
     def has_ended(self) -> bool:
-        """Whether it is known that the process has ended; only its neighbours know."""
+        """Whether the process is known to have ended; known only to processes in its `space`."""
         if not self.space or self.space != own_space():
             return False
         try:
@@ -72,10 +72,10 @@ class Place:
 
 
 def check_own_devices(places: Sequence[Place]) -> None:
-    """Checks that no two workers compute on one accelerator, which its backend can't do.
+    """Checks that no two workers share an accelerator, which its backend does not support.
 
     Raises:
-        UsageError: names two that do, and the cure.
+        UsageError: if two workers do; names them and says what to do.
     """
     first: dict[str, int] = {}
     for rank, place in enumerate(places):
@@ -89,7 +89,7 @@ def check_own_devices(places: Sequence[Place]) -> None:
 
 
 def own_space() -> str:
-    """Equal in processes that see each other's by their ids: of one system, in one container."""
+    """An id that is equal for processes that see each other's pids: one boot, one container."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
     if not boot.exists() or not os.path.lexists(space):
         return ""

@@ -1,4 +1,4 @@
-"""Which reductions are possible, and in which form a tensor goes through one."""
+"""The possible reductions, and the form in which a tensor goes through one."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,12 +22,12 @@ _TORCH_OPS = {
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
 _COMPLEX = {torch.complex64, torch.complex128}
-_OF_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> the integer
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}  # which no backend reduces itself
+_OF_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> integer of that size
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}  # for dtypes no backend reduces
 
 
 def check_reduction(tensors: Sequence[Tensor], op: str) -> None:
-    """Raises UsageError if `op` is unknown or means nothing for these tensors."""
+    """Raises UsageError if `op` is unknown or not defined for these tensors."""
     check_choice("op", op, get_args(ReduceOp))
     Layout.of(tensors)
     for tensor in tensors:
@@ -35,7 +35,7 @@ def check_reduction(tensors: Sequence[Tensor], op: str) -> None:
 
 
 def check_apart(tensors: Sequence[Tensor], verb: str) -> None:
-    """Raises UsageError if what a verb writes to shares memory: it would be added up again."""
+    """Raises UsageError if tensors or elements share memory: a sum would count it twice."""
     for x in tensors:
         if any(step == 0 and length > 1 for step, length in zip(x.stride(), x.shape, strict=True)):
             raise UsageError(
@@ -53,7 +53,7 @@ def check_apart(tensors: Sequence[Tensor], verb: str) -> None:
 
 
 def _fills(x: Tensor) -> bool:
-    """Whether a tensor has all of the memory from its first element to its last."""
+    """Whether a tensor occupies all memory from its first element to its last."""
     return x.is_contiguous() and x.numel() > 0
 
 
@@ -84,10 +84,10 @@ def torch_op(op: str) -> dist.ReduceOp.RedOpType:
 
 
 def wire_form(tensor: Tensor, device: torch.device, op: str) -> Tensor:
-    """The tensor as a backend can reduce it in place: `tensor` itself where it can.
+    """The tensor in a form that a backend can reduce in place; `tensor` itself if it can.
 
-    The mean of float16 is taken in float32: the sum may be beyond 65,504 where the mean is not. The
-    extremes of floats are taken of integers in the same order: Gloo's maximum loses NaN.
+    The mean of float16 is taken in float32: the sum may exceed 65,504 where the mean does not. For
+    "max" and "min", floats are mapped to integers in the same order: Gloo's maximum loses NaN.
     """
     plain = tensor.detach().resolve_neg()
     if plain.is_complex():
@@ -101,29 +101,29 @@ def wire_form(tensor: Tensor, device: torch.device, op: str) -> Tensor:
 
 
 def write_back(tensor: Tensor, reduced: Tensor, divisor: int) -> Tensor:
-    """Puts a reduced wire form, divided, into `tensor`."""
+    """Writes a reduced wire form, divided by `divisor`, into `tensor`."""
     if divisor != 1:
         reduced.div_(divisor)
     target = tensor.detach()
     if target.is_floating_point() and not reduced.is_floating_point():
         reduced = _swap_order(reduced.to(_OF_BITS[target.itemsize])).view(target.dtype)
-    if reduced.data_ptr() != target.data_ptr():  # else it was reduced in place
+    if reduced.data_ptr() != target.data_ptr():  # otherwise it was reduced in place
         if target.is_complex():
             target.copy_(torch.view_as_complex(reduced))
         else:
-            # torch's own conversion to float16 leaves the target's negative bit out.
+            # torch's own conversion to float16 ignores the target's negative bit.
             target.copy_(reduced.to(target.dtype))
     return tensor
 
 
 def _in_order(x: Tensor, op: str) -> Tensor:
-    """Integers in the order of floats, of which NaN is the extreme that `op` takes."""
+    """Integers in the order of the floats; NaN becomes the extreme that `op` picks."""
     found = _swap_order(x.contiguous().view(_OF_BITS[x.itemsize]))
     limits = torch.iinfo(found.dtype)
     return found.masked_fill_(x.isnan(), limits.max if op == "max" else limits.min)
 
 
 def _swap_order(bits: Tensor) -> Tensor:
-    """Floats' bits to integers in the same order, and back: negative ones count backwards."""
+    """Maps floats' bits to integers in the same order, and back; flips those of negatives."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

@@ -68,24 +68,24 @@ class Reductions(CommunicatorBase):
 
         Args:
             x: tensor or tuple of tensors of equal shapes and dtypes on every rank.
-            op: "sum", "mean" (not of integers), "max" or "min"; NaN where a rank has NaN.
-            algorithm: how the sum is taken, a name in `allstep.comm.algorithms.ALGORITHMS`;
-                several tensors travel as one. None for the backend's own, tensor by tensor.
-            check: whether the ranks compare what they want before, with one small message
-                more; pass the same on all of them. None compares what this rank has not
-                reduced before: after that, ranks that disagree get wrong values, or Gloo ends
-                their process.
-            async_op: return at once; do not touch `x` until the result was waited for. With
-                an `algorithm` other than "native" the call still does all the work.
+            op: "sum", "mean" (not of integers), "max" or "min"; NaN where any rank has NaN.
+            algorithm: how the sum is taken: a name in `allstep.comm.algorithms.ALGORITHMS`, by
+                which several tensors are summed as one. None for the backend's own, tensor by
+                tensor.
+            check: whether the ranks first compare what they want to reduce, with one small extra
+                message; the same on all. None compares only what this rank has not reduced before:
+                afterwards, ranks that disagree get wrong values, or Gloo ends their process.
+            async_op: return at once; do not touch `x` until you have waited for the result. With
+                an `algorithm` other than "native" the call itself still does all the work.
 
         Returns:
-            `x` itself; with `async_op` a Work of it.
+            `x` itself; with `async_op` a Work that returns it.
 
         Raises:
-            UsageError: if `op` is unknown or means nothing for a dtype, if `algorithm` is
-                unknown or takes no maximum, or if tensors of `x` share memory.
-            DisagreementError: on every rank, if they compare and pass other shapes, dtypes,
-                `op` or `algorithm`, or call another verb with `check`.
+            UsageError: if `op` is unknown or not defined for a dtype, if `algorithm` is unknown or
+                cannot take a maximum, or if tensors of `x` share memory.
+            DisagreementError: on every rank, if the ranks compare and differ in shapes, dtypes,
+                `op` or `algorithm`, or if some call another verb with `check`.
 
         >>> from allstep.comm import Communicator
         >>> Communicator.single_process().all_reduce(torch.tensor([1.0, 2.0]))
@@ -121,7 +121,7 @@ class Reductions(CommunicatorBase):
         return [wire_form(x, self.wire.transport_device(x.device), op) for x in xs]
 
     def _reduce_by(self, algorithm: AllReduce, tensors: Sequence[Tensor], op: str) -> None:
-        """Sums or means of tensors, those of a dtype as one."""
+        """Sums or means of tensors; all tensors of a dtype are summed as one."""
         forms = self._wire_forms(tensors, op)
         divisor = self.size if op == "mean" else 1
         for kind in dict.fromkeys((form.dtype, form.device) for form in forms):
@@ -134,7 +134,7 @@ class Reductions(CommunicatorBase):
                 write_back(tensors[i], part.view(forms[i].shape), divisor)
 
     def _algorithm(self, name: str) -> AllReduce:
-        """The algorithm of that name, made at its first use."""
+        """The algorithm of that name, made when it is first used."""
         if name not in self._algorithms:
             self._algorithms[name] = make_algorithm(name, self)  # type: ignore[arg-type]
         return self._algorithms[name]
@@ -180,7 +180,7 @@ class Reductions(CommunicatorBase):
             async_op: return a Work at once.
 
         Raises:
-            UsageError: if `x` cannot be divided, or `op` means nothing for it.
+            UsageError: if `x` cannot be divided, or `op` is not defined for its dtype.
             DisagreementError: as in `all_reduce`.
         """
         parts = self._parts(x)
@@ -197,7 +197,7 @@ class Reductions(CommunicatorBase):
     def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         if not isinstance(x, Tensor):
             return as_tuple(self._check_one_per_rank("x", x))
-        Layout.of(x)  # a sparse tensor has no parts
+        Layout.of(x)  # refuses sparse tensors, which can't be divided
         length = x.shape[0] if x.dim() else 0
         if x.dim() == 0 or length % self.size:
             raise UsageError(
@@ -207,9 +207,10 @@ class Reductions(CommunicatorBase):
         return x.chunk(self.size) if length else (x,) * self.size
 
     def _agree(self, verb: str, tensors: Sequence[Tensor], op: str, check: bool | None) -> None:
-        """Compares what the ranks want to reduce; without `check` what is new to this rank.
+        """Compares what the ranks want to reduce; with `check` None only what is new to this rank.
 
-        Backends mix up unequal shapes or end the process, so it is worth a message, once.
+        With unequal shapes backends give wrong values or end the process, so this is worth one
+        message.
         """
         if self.size == 1 or check is False:
             return

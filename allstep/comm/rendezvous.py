@@ -1,4 +1,4 @@
-"""Where workers that a launcher has started find each other."""
+"""The store through which workers that a launcher has started find each other."""
 
 import logging
 import math
@@ -21,29 +21,30 @@ from allstep.errors import CollectiveTimeoutError, UsageError
 from allstep.files import write_whole
 
 _logger = logging.getLogger("allstep")
-_PORT = "allstep/port"  # where the workers' store is
+_PORT = "allstep/port"  # key of the port of the workers' store
 _POLL_S = 0.01
 _RETRY_S = 0.1
-_RESOLVE_S = 10.0  # a name server may learn a new host's name only now
+_RESOLVE_S = 10.0  # time for a name server to learn a new host's name
 
 
 class Rendezvous:
-    """The way to a store that all workers of the launch share; rank 0 serves it, or the launcher.
+    """Connects to a store that all workers of a launch share; rank 0 or the launcher serves it.
 
-    [Note: one store] A process keeps the store of its launch to its end: who is first in the next
-    `init` would else come to the one that rank 0 is about to close. At MASTER_PORT rank 0 therefore
-    serves another one, which only says at which port that is: torch, which may serve there
-    afterwards, must find nothing of ours, and leave nothing to itself.
+    [Note: one store] A process keeps the store of its launch until it ends: otherwise the first
+    worker in the next `init` would connect to the store that rank 0 is about to close. So at
+    MASTER_PORT rank 0 serves a separate store, which only holds the port of the real one: torch may
+    serve a store of its own at MASTER_PORT later, and must find no keys of allstep there.
 
     Args:
-        launch: says who this worker is.
+        launch: this worker's launch.
         timeout_s: how long to wait for the others.
-        folder: for files, on one node; None for the system's folder of temporary files.
-        notice_s: after how long it says once that it can't reach the store.
+        folder: folder for the file of a rendezvous on one node; None for the system's temporary
+            folder.
+        notice_s: time after which a warning says, once, that the store can't be reached.
 
     Attributes:
         doing: what it waits for, in words; another thread may read it.
-        deadline_s: of `time.monotonic()`.
+        deadline_s: the deadline, by `time.monotonic()`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Rendezvous:
         """Connects to the store.
 
         Raises:
-            UsageError: if the port of rank 0 is taken, or no such host is known.
+            UsageError: if the port of rank 0 is taken, or its host's name is unknown.
             CollectiveTimeoutError: if rank 0 does not listen within `timeout_s`.
         """
         launch = self._launch
@@ -87,7 +88,7 @@ class Rendezvous:
         return self._join(launch.master_addr, port)
 
     def late(self) -> CollectiveTimeoutError:
-        """The error for who is out of time."""
+        """The error for a worker whose time is over."""
         launch = self._launch
         return CollectiveTimeoutError(
             f"`init` on rank {launch.rank} of {launch.size} did not finish within "
@@ -112,7 +113,7 @@ class Rendezvous:
             ) from error
 
     def _join(self, host: str, port: int) -> TCPStore:
-        """Joins the store at a known address, as soon as somebody listens there."""
+        """Connects to the store at a known address, as soon as one listens there."""
         self._resolve(host, port)
         served = "the launcher's store" if self._launch.has_store else "rank 0"
         notice_at_s = time.monotonic() + self._notice_s
@@ -145,13 +146,13 @@ class Rendezvous:
             raise self.late() from error
 
     def _refuse_loopback(self, host: str, port: int, error: OSError) -> None:
-        """The launcher's store was there before the workers; another node's is not at loopback."""
+        """Refuses a loopback address on a node other than that of the launcher's store."""
         launch = self._launch
         if not launch.has_store or launch.node_rank == 0:
             return
         try:
             own = address_towards(host, port)
-        except OSError:  # no way there, or not yet
+        except OSError:  # no route, or not yet
             return
         if is_loopback(own):
             raise UsageError(
@@ -169,18 +170,18 @@ class Rendezvous:
             is_server,
             timedelta(seconds=self._timeout_s),
             wait_for_workers=False,
-            multi_tenant=is_server and port != 0,  # torch may serve there, too
+            multi_tenant=is_server and port != 0,  # torch may serve on the same port
         )
 
     def _resolve(self, host: str, port: int) -> None:
-        """Makes sure that the host's name is known here."""
+        """Waits until the host's name can be resolved."""
         deadline_s = min(self.deadline_s, time.monotonic() + _RESOLVE_S)
         self.doing = f"nobody says what address {host!r} has; set MASTER_ADDR to an address"
         while True:
             try:
                 socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 return
-            except UnicodeError as error:  # what can't be a name, such as .alpha
+            except UnicodeError as error:  # not a valid name, such as .alpha
                 raise _unknown(host, "no name has this form") from error
             except OSError as error:
                 if time.monotonic() > deadline_s:
@@ -188,8 +189,10 @@ class Rendezvous:
             time.sleep(_RETRY_S)
 
     def _connect_by_file(self) -> TCPStore:
-        """[Note: rendezvous by file] mpirun tells no address. On one node rank 0 takes any free
-        port and leaves its number in a folder that only this user can write to; it removes the
+        """Connects through a file that holds the port.
+
+        [Note: rendezvous by file] mpirun gives workers no address. On one node rank 0 takes any
+        free port and writes its number to a folder that only this user can write to; it removes the
         file when all workers have come.
         """
         path = _private_folder(self._folder) / f"{digest(self._launch.job_id):016x}"
@@ -212,12 +215,12 @@ class Rendezvous:
         raise self.late()
 
     def close(self) -> None:
-        """Removes the file that helped to find each other; all have come, or nobody waits."""
+        """Removes the file of a rendezvous on one node; all have come, or none waits any more."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def leave_master_port(self) -> None:
-        """Nobody can come any more; whoever was one too many has been told until now."""
+        """Drops the store at MASTER_PORT, kept so far to give surplus workers an error."""
         self._at_master_port = None
 
 
@@ -230,7 +233,7 @@ def _unknown(host: str, reason: str | None) -> UsageError:
 
 
 def _private_folder(parent: Path) -> Path:
-    """A folder for this user's rendezvous that nobody else can write to."""
+    """A folder for this user's rendezvous files that no other user can write to."""
     folder = parent / f"allstep-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

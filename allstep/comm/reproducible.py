@@ -1,4 +1,4 @@
-"""Sums that have the same bits in whatever order and grouping their terms are added."""
+"""Sums whose bits do not depend on the order and grouping in which their terms are added."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,28 +9,29 @@ from torch import Tensor
 
 from allstep.comm.communicator import Communicator
 
-_WINDOW_BITS = 32  # leaves float64 room for 2^21 terms
-_WINDOWS = range(-5, 5)  # float32 needs no others
-_NONFINITE = _WINDOWS.stop  # where NaN and infinity are added
-_LIMIT = 2.0 ** (_WINDOW_BITS * _WINDOWS.stop)  # from which on a magnitude counts as infinite
-_CHUNK = 1 << 18  # elements that stay in the cache
-_DENSE_ELEMENTS = 1 << 10  # up to which all windows are sent, in one message
+_WINDOW_BITS = 32  # leaves 21 bits of a float64, for 2^21 terms
+_WINDOWS = range(-5, 5)  # enough for all of float32
+_NONFINITE = _WINDOWS.stop  # the window in which NaN and infinity are added
+_LIMIT = 2.0 ** (_WINDOW_BITS * _WINDOWS.stop)  # least magnitude that counts as infinite
+_CHUNK = 1 << 18  # elements that fit into the cache
+_DENSE_ELEMENTS = 1 << 10  # up to this size all windows are sent, in one message
 
 
 class ReproducibleSum:
     """A float64 sum of tensors whose bits don't depend on order, grouping or number of workers.
 
     [Note: reproducible sum] Window j holds multiples of 2^(32 j) below 2^(32 (j + 1)). A term is
-    cut into its digits in the window of its largest magnitude and in the next ones below: which
-    these are depends on the term alone. In each window the digits add up without rounding, as long
-    as there are fewer than 2^21 terms. In the end the windows are added, the smallest first.
+    split into digits: one for the window of its largest magnitude, and one for each of the next
+    windows below. Which windows these are depends only on the term. In each window the digits add
+    up without rounding, as long as there are fewer than 2^21 terms. In the end the windows are
+    added, the smallest first.
 
         |error of a term| <= 2^-33 of its largest magnitude        (2^-65 for float64)
 
     A finite magnitude of 2^160 or more counts as infinite.
 
     Args:
-        like: tells shape, dtype of the terms and device.
+        like: a tensor with the terms' shape, dtype and device.
 
     >>> forth, back = (ReproducibleSum(torch.zeros(())) for _ in range(2))
     >>> terms = [torch.tensor(x) for x in (1e20, 1.0, -1e20)]
@@ -54,7 +55,7 @@ class ReproducibleSum:
         """Adds a term.
 
         Args:
-            x: of the sum's shape, real or, for a sum of real parts, viewed as such.
+            x: tensor of the sum's shape; real, or a complex tensor viewed as real.
         """
         rest = x.detach().to(torch.float64, copy=True)
         largest = float(rest.abs().amax()) if rest.numel() else 0.0
@@ -70,10 +71,10 @@ class ReproducibleSum:
 
     @torch.no_grad()
     def add_each(self, terms: Tensor) -> None:
-        """Adds several terms: the same as one by one, together where their magnitudes are alike.
+        """Adds several terms: the same bits as one by one, but at once if magnitudes are similar.
 
         Args:
-            terms: [n, *shape], as for `add`.
+            terms: [n, *shape], each as for `add`.
         """
         largest = terms.flatten(1).abs().amax(1).tolist() if terms.numel() else []
         first, *others = {_window_of(x) if 0 < x < _LIMIT else None for x in largest} or {None}
@@ -85,7 +86,7 @@ class ReproducibleSum:
             self._add_digits(window, digits.sum(0))
 
     def _cut(self, rest: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
-        """Digits of numbers whose largest magnitude is of the first window; spoils `rest`."""
+        """Digits of `rest`, whose largest magnitude is in window `first`; overwrites `rest`."""
         for window in range(first, max(first - self._num_digits, _WINDOWS.start - 1), -1):
             shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
             digits = (rest + shift).sub_(shift)
@@ -93,7 +94,7 @@ class ReproducibleSum:
             yield window, digits
 
     def total(self) -> Tensor:
-        """The sum so far, of this worker's terms alone; float64."""
+        """The sum so far, of this worker's terms only; float64."""
         result = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
         for window in sorted(self._windows):
             result += self._windows[window]
@@ -105,14 +106,14 @@ class ReproducibleSum:
             self._add_digits(window, digits)
 
     def part(self, index: tuple[slice, ...]) -> "ReproducibleSum":
-        """The sum of a part of each term, in memory of its own."""
+        """The sum of a part of each term, as a copy."""
         found = self.empty_like()
         found.shape = torch.empty(self.shape, device="meta")[index].shape
         found._windows = {window: x[index].clone() for window, x in self._windows.items()}
         return found
 
     def empty_like(self) -> "ReproducibleSum":
-        """A sum of no terms, of the same kind."""
+        """A sum without terms, of the same shape, dtype and device."""
         found = copy(self)
         found._windows = {}
         return found
@@ -124,7 +125,7 @@ class ReproducibleSum:
             self._windows[window] = digits
 
     def digits(self, window: int) -> Tensor:
-        """What one window holds."""
+        """The digits in one window."""
         held = self._windows.get(window)
         if held is None:
             return torch.zeros(self.shape, dtype=torch.float64, device=self.device)
@@ -136,20 +137,20 @@ def reproducible_all_reduce(comm: Communicator, sums: Sequence[ReproducibleSum])
 
     Args:
         comm: the workers.
-        sums: of the same shapes on all of them.
+        sums: sums of the same shapes on all workers.
 
     Returns:
-        One float64 total each.
+        The float64 total of each sum.
     """
     return [each.total() for each in sums_over_workers(comm, sums)]
 
 
 def sums_over_workers(comm: Communicator, sums: Sequence[ReproducibleSum]) -> list[ReproducibleSum]:
-    """Sums of all workers' terms, to which others can be added. Collective.
+    """Sums of all workers' terms, to which further terms can be added. Collective.
 
     Args:
         comm: the workers.
-        sums: of the same shapes on all of them.
+        sums: sums of the same shapes on all workers.
     """
     if comm.size == 1:
         return list(sums)
@@ -172,12 +173,12 @@ def sums_over_workers(comm: Communicator, sums: Sequence[ReproducibleSum]) -> li
 
 
 def digits_of(x: Tensor) -> Tensor:
-    """Numbers in all windows, for few numbers that are to be added without waiting for a device.
+    """The digits of numbers in all windows, to add few numbers without waiting for a device.
 
-    Such digits add up without rounding, in any order and by any all-reduce, up to 2^21 of them.
+    Up to 2^21 such digits add up without rounding, in any order and by any all-reduce.
 
     Args:
-        x: any shape, real.
+        x: real tensor of any shape.
 
     Returns:
         [*x.shape, digits], float64.
@@ -190,20 +191,20 @@ def digits_of(x: Tensor) -> Tensor:
     is_good = x.abs() < _LIMIT
     exponents = [2.0 ** (_WINDOW_BITS * window) for window in _WINDOWS]
     units = torch.tensor(exponents, dtype=torch.float64).to(x.device, non_blocking=True)
-    whole = (torch.where(is_good, x, 0.0)[..., None] / units).trunc_()  # units of each window
-    whole[..., :-1] -= whole[..., 1:] * 2.0**_WINDOW_BITS  # less what the next one holds
+    whole = (torch.where(is_good, x, 0.0)[..., None] / units).trunc_()  # in units of each window
+    whole[..., :-1] -= whole[..., 1:] * 2.0**_WINDOW_BITS  # minus the part in higher windows
     bad = torch.where(is_good, 0.0, x * torch.inf)
     return torch.cat([whole * units, bad[..., None]], dim=-1)
 
 
 def digits_of_squares(x: Tensor) -> Tensor:
-    """Digits of the sum of a tensor's squares, however it is cut into parts that are added up.
+    """Digits of the sum of a tensor's squares; those of a tensor's parts may be added up.
 
     Args:
-        x: any shape, real.
+        x: real tensor of any shape.
 
     Returns:
-        [digits], float64, whose sums `sum_of_digits(carried(...))` stands for.
+        [digits], float64; `sum_of_digits(carried(...))` of them, or of their sums, is the value.
 
     >>> x = torch.tensor([3e5, 1e-7, 4e5])
     >>> whole, parts = digits_of_squares(x), digits_of_squares(x[:1]) + digits_of_squares(x[1:])
@@ -222,8 +223,8 @@ def digits_of_squares(x: Tensor) -> Tensor:
             rest.masked_fill_(is_bad, 0.0)
             largest = float(rest.amax())
         window = _WINDOWS.stop
-        while largest > 0:  # a square's digits depend on it alone
-            window = min(_window_of(2 * largest), window - 1)  # half a unit may round to none
+        while largest > 0:  # a square's digits depend only on itself
+            window = min(_window_of(2 * largest), window - 1)  # half a unit may round to zero
             shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
             digits = (rest + shift).sub_(shift)
             rest.sub_(digits)
@@ -234,10 +235,10 @@ def digits_of_squares(x: Tensor) -> Tensor:
 
 
 def carried(digits: Tensor) -> Tensor:
-    """The only digits of what is not negative, from those of it that sums have.
+    """Carries between windows, so that equal values that are not negative get equal digits.
 
     Args:
-        digits: [digits], of which some may be more than fit their window, or below 0.
+        digits: [digits], some of which may be too large for their window, or below 0.
     """
     found = digits.clone()
     for index, window in enumerate(_WINDOWS[:-1]):
@@ -249,13 +250,13 @@ def carried(digits: Tensor) -> Tensor:
 
 
 def sum_of_digits(digits: Tensor) -> Tensor:
-    """What sums of `digits_of` stand for.
+    """The numbers whose digits `digits_of` returned, also from sums of such digits.
 
     Args:
         digits: [*shape, digits].
 
     Returns:
-        `shape`, float64.
+        [*shape], float64.
     """
     result = torch.zeros_like(digits[..., 0])
     for window in digits.unbind(-1):
@@ -264,6 +265,6 @@ def sum_of_digits(digits: Tensor) -> Tensor:
 
 
 def _window_of(magnitude: float) -> int:
-    """The window with the leading digit of a positive number; the lowest for what lies below."""
+    """The window of a positive number's leading digit; the lowest window for smaller numbers."""
     _, exponent = math.frexp(magnitude)  # magnitude < 2^exponent
     return max(-(-exponent // _WINDOW_BITS) - 1, _WINDOWS.start)

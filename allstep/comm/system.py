@@ -1,6 +1,6 @@
 """What a membership needs of the machines and the network between them.
 
-Tests hand in another: a simulated one with a clock of its own.
+Tests pass another system: a simulated one with its own clock.
 """
 
 import os
@@ -31,12 +31,12 @@ from allstep.env import (
 )
 from allstep.errors import UsageError
 
-CONNECT_S = 20.0  # to reach the store, and to meet once all are known to be there
+CONNECT_S = 20.0  # timeout to reach the store, and to meet once all are known to be there
 _POLL_S = 0.01
 
 
 class Event(Protocol):
-    """As `threading.Event`."""
+    """An event with the methods of `threading.Event`."""
 
     def is_set(self) -> bool: ...
     def set(self) -> None: ...
@@ -48,7 +48,7 @@ def open_store(host: str, port: int, patience_s: float) -> TCPStore:
     """See `System.open_store`."""
     timeout = timedelta(seconds=CONNECT_S)
     try:
-        # torch's store would try again for most of a minute where nothing listens any more.
+        # If nothing listens any more, torch's store would retry for most of a minute.
         socket.create_connection((host, port), CONNECT_S).close()
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
@@ -61,10 +61,10 @@ def open_store(host: str, port: int, patience_s: float) -> TCPStore:
 
 
 class System:
-    """A clock, processes and ways to other workers: this machine's, by torch's stores and groups.
+    """This machine's clock and processes, and its connections to other workers, through torch.
 
     Args:
-        launcher_host: by which name or address this machine reaches the launcher's.
+        launcher_host: name or address by which this machine reaches the launcher's machine.
     """
 
     def __init__(self, launcher_host: str) -> None:
@@ -73,23 +73,23 @@ class System:
         self._takes_any_interface = read_gloo_interface() is None
 
     def now_s(self) -> float:
-        """Seconds that pass, from any start."""
+        """The time in seconds, from an arbitrary start."""
         return time.monotonic()
 
     def sleep(self, duration_s: float) -> None:
-        """Waits for so long."""
+        """Waits for `duration_s` seconds."""
         time.sleep(duration_s)
 
     def new_event(self) -> Event:
-        """What one thread sets, and another waits for."""
+        """An event that one thread sets and another waits for."""
         return threading.Event()
 
     def start_thread(self, run: Callable[[], None], name: str) -> None:
-        """Runs something beside; the process waits for it, for some seconds, before it ends.
+        """Runs a function in a thread; the process waits some seconds for it before it ends.
 
         Args:
-            run: what.
-            name: for stacks.
+            run: the function.
+            name: name of the thread's call, for errors.
         """
         ThreadWork.start(run, name)
 
@@ -98,22 +98,22 @@ class System:
         return Place.own()
 
     def has_ended(self, place: Place) -> bool:
-        """Whether it is known that the process there has ended."""
+        """Whether the process of a place is known to have ended."""
         return place.has_ended()
 
     def launcher_has_ended(self) -> bool:
-        """Whether the process that has started this one has."""
+        """Whether the process that started this one has ended."""
         return os.getppid() != self._launcher_pid
 
     def open_store(self, host: str, port: int, patience_s: float) -> Store:
-        """The store of a run, which another process serves.
+        """Connects to the store of a run, which another process serves.
 
         Args:
-            host, port: where.
-            patience_s: how long a call of it may wait for a host that can't be reached any more.
+            host, port: the store's address.
+            patience_s: how long a call to the store may wait once its host can't be reached.
 
         Raises:
-            UsageError: if it doesn't answer.
+            UsageError: if the store does not answer.
         """
         return open_store(host, port, patience_s)
 
@@ -124,16 +124,16 @@ class System:
         timeout_s: float,
         check: Callable[[], None],
     ) -> Wire:
-        """Meets the other workers of a group of Gloo's. [Note: elastic workers on a GPU]
+        """Connects to the other workers of a Gloo group. [Note: elastic workers on a GPU]
 
         Args:
-            store: of this group alone.
-            names: of its ranks; it is no part of another group.
-            timeout_s: how long a call may take afterwards.
+            store: a store for this group only.
+            names: names of its ranks; the group must be a first group, not split off another.
+            timeout_s: timeout of the group's calls afterwards.
             check: called again and again; raises if a worker will not come.
 
         Raises:
-            PeerLostError, CollectiveTimeoutError: if not all have met.
+            PeerLostError, CollectiveTimeoutError: if not all workers have met.
         """
         self._choose_interface(store, names, check)
         group_store, device = PrefixStore("group", store), torch.device("cpu")
@@ -149,10 +149,10 @@ class System:
         return GroupWire(group, timeout_s, partial(shut_down, group, device), names)
 
     def _choose_interface(self, store: Store, names: RankNames, check: Callable[[], None]) -> None:
-        """Has Gloo use the interface by which the other hosts are reached. [Note: own address]
+        """Makes Gloo use the interface that leads to the other hosts. [Note: own address]
 
-        Workers of the launcher's host know it by its loopback address; they take the interface
-        from which they reach another host.
+        Workers on the launcher's host reach it at its loopback address; they use the interface that
+        leads to another host.
         """
         hosts = [place.host for place in names.places]
         own = hosts[names.number]

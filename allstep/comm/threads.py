@@ -35,13 +35,13 @@ def run_ranks(
 ) -> list[T]:
     """Runs `fn(comm)` on n ranks, each a thread with a Gloo group of its own.
 
-    A rank that raises aborts its group, so that the others fail at once. Cyclic garbage is not
-    collected meanwhile. [Note: collector and random state]
+    A rank that raises aborts its group, so that the others fail at once. Meanwhile cyclic garbage
+    is not collected. [Note: collector and random state]
 
     Args:
         n: number of ranks.
-        fn: what each of them does.
-        local_size: ranks a node, to play several nodes; n if None. Divides n.
+        fn: function that each rank calls with its communicator.
+        local_size: ranks per node, to simulate several nodes; n if None. Divides n.
         timeout_s: the communicators' timeout.
 
     Returns:
@@ -49,7 +49,7 @@ def run_ranks(
 
     Raises:
         UsageError: if `n`, `local_size` or `timeout_s` is out of range.
-        Exception: the first one of a rank that does not only follow from another's.
+        Exception: the first rank's error that is not just a consequence of another rank's.
 
     >>> run_ranks(3, lambda comm: comm.all_reduce(torch.tensor(comm.rank)).item())
     [3, 3, 3]
@@ -58,7 +58,7 @@ def run_ranks(
     store = HashStore()
     results: dict[int, T] = {}
     failures: list[tuple[float, int, BaseException]] = []
-    groups: list[Communicator] = []  # kept until all are done: a rank may end before its peers
+    groups: list[Communicator] = []  # kept until all have ended: a rank may end before its peers
 
     def work(rank: int) -> None:
         try:
@@ -110,7 +110,7 @@ def _join(
 
 
 def _severity(error: BaseException) -> int:
-    """Causes before consequences: 0 for an error of the rank's own, 2 for a peer's."""
+    """Sorts causes before consequences: 0 for a rank's own error, 2 for a lost peer."""
     if isinstance(error, PeerLostError):
         return 2
     return 1 if isinstance(error, CommunicationError) else 0

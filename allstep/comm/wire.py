@@ -1,6 +1,6 @@
-"""The transport that a communicator needs: raw tensors to and from other ranks.
+"""The transport that a communicator needs: it sends and receives raw tensors.
 
-It doesn't know shapes, structures or objects.
+It knows nothing of shapes, structures or objects.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ class Wire(Protocol):
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
     ) -> tuple[Tensor, Work[None]]:
-        """Reduces `size` tensors, one a rank, and keeps this rank's."""
+        """Reduces `size` tensors, one per rank, and returns this rank's."""
 
     def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
-        """Fills everyone's buffer with the root's."""
+        """Fills every rank's buffer with the root's."""
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
-        """Everyone's bytes, whose sizes are known."""
+        """Every rank's bytes, whose sizes are known beforehand."""
 
     def all_to_all(
         self, buffers: Sequence[Tensor], sizes_bytes: Sequence[int], verb: str
     ) -> list[Tensor]:
-        """A buffer for each rank against one from each rank, whose sizes are known."""
+        """Sends one buffer to each rank and returns those received, whose sizes are known."""
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         """Sends bytes to another rank."""
@@ -55,13 +55,13 @@ class Wire(Protocol):
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
-        """Sends bytes to a rank and receives bytes from one, both at once."""
+        """Sends bytes to one rank and receives bytes from another, both at once."""
 
     def new_group_id(self) -> int:
-        """A number that no group split off this one has yet; called by one rank."""
+        """A number that no group split off this one has yet; only one rank calls it."""
 
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "Wire":
-        """The wire of a group of some ranks, in their order; called by all of them.
+        """The wire of a group of some ranks, in the given order; all of these ranks call it.
 
         Args:
             name: the group's name; no other group of these ranks has it.
@@ -73,11 +73,11 @@ class Wire(Protocol):
         """Makes waiting calls fail, here and on the other ranks; from any thread."""
 
     def close(self, *, abort: bool) -> None:
-        """Leaves the group; with `abort` so that peers in a call fail at once."""
+        """Leaves the group; with `abort` so that peers that are in a call fail at once."""
 
 
 class SingleProcessWire:
-    """The wire of the only worker."""
+    """The wire of a single worker."""
 
     rank = 0
     size = 1

@@ -18,10 +18,10 @@ from allstep.device import Event, current_stream
 from allstep.errors import CollectiveTimeoutError, UsageError, check_positive
 
 _LONGEST_S = 1e9
-END_S = 2.0  # how long a group that ends waits for its calls, see `group_wire`
+END_S = 2.0  # how long closing a group waits for its calls; see `group_wire`
 _AT_EXIT_S = 10.0
 _MOMENT_S = 0.005
-_LOOK_S = 1.0  # between two looks whether those that are waited for are still there
+_LOOK_S = 1.0  # time between two checks that awaited ranks are still there
 _awaited_at_exit = WeakSet[threading.Thread]()
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class ThreadWork(Generic[T]):
         Returns:
             The error, if there was one.
         """
-        call, self._call = self._call, None  # it may hold much, and `self` may live long
+        call, self._call = self._call, None  # it may hold much memory, and `self` may live long
         assert call is not None
         error = earlier_error
         if error is None:
@@ -250,14 +250,14 @@ class BackendWork:
 
     def is_completed(self) -> bool:
         """Whether the group has ended the calls."""
-        if self._message_timeout_s is not None:  # the group learns of a message's end by a wait
+        if self._message_timeout_s is not None:  # a message counts as ended only after a wait
             return not self._works or self._in_thread(self._message_timeout_s).is_completed()
         return self.has_ended
 
     @property
     def has_ended(self) -> bool:
         """Whether no call is pending any more, as far as is known without waiting."""
-        # Another thread may be waiting for them meanwhile, and take off what has ended.
+        # Another thread may be waiting at the same time, and remove Works that have ended.
         return all(work.is_completed() for work in list(self._works))
 
     def outlast(self, deadline_s: float) -> bool:
@@ -267,7 +267,7 @@ class BackendWork:
             deadline_s: deadline by `time.monotonic()`.
         """
         for work in list(self._works):
-            if self._message_timeout_s is not None:  # which no look tells of, and a wait ends
+            if self._message_timeout_s is not None:  # polling can't tell their end, only a wait
                 left_s = max(deadline_s - time.monotonic(), _MOMENT_S)
                 with suppress(RuntimeError):
                     work.wait(timedelta(seconds=left_s))
@@ -310,9 +310,9 @@ class BackendWork:
                 start_s = time.monotonic()
                 try:
                     work.wait(timedelta(seconds=_LOOK_S))
-                    return  # not all kinds of them say that they are completed
+                    return  # some kinds of Work never say that they are completed
                 except RuntimeError:
-                    if time.monotonic() < start_s + _LOOK_S / 2:  # its own, which came at once
+                    if time.monotonic() < start_s + _LOOK_S / 2:  # the call's own error
                         raise
                 if not work.is_completed():
                     self._check()
@@ -376,4 +376,4 @@ def _wait_at_exit() -> None:
         thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-finalize(ThreadWork, _wait_at_exit)  # after those that were made later, as an exchange's
+finalize(ThreadWork, _wait_at_exit)  # runs after finalizers made later, such as an exchange's

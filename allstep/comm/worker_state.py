@@ -1,4 +1,4 @@
-"""What a worker has left in a run's folder, and what it says. See [Note: last state]."""
+"""A worker's last recorded state, and what it says. See [Note: last state]."""
 
 import contextlib
 import json
@@ -17,30 +17,32 @@ TIMED_OUT, LOST_PEER, EXITED = "timed out", "lost another rank", "ended without 
 
 RECORD_BYTES = 4096
 _FOLDER = "last_state"
-_MOST_CHARACTERS, _MOST_METRICS = 1500, 8  # of a message; that a record has room for
-_APART_S = 60.0  # starts of the workers of one run, and their hosts' clocks
-_SILENT_S = 5.0  # without a record: its host is gone, or it hangs
+_MOST_CHARACTERS, _MOST_METRICS = 1500, 8  # of a message and of metrics that fit a record
+_APART_S = 60.0  # largest difference of one run's workers' starts, and of their hosts' clocks
+_SILENT_S = 5.0  # time without a new record after which a worker hangs, or its host is gone
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerState:
-    """What a worker's file says of it.
+    """The state that a worker's file records.
 
     Attributes:
-        rank, size, host, pid, space: who it is, as in `Place`.
-        born: when its process was started, in the system's own count.
+        rank, size: its rank, and the number of workers.
+        host, pid, space, born: where it runs, as in `Place`.
         start_s, seen_s: when it began, and when this was written, in seconds since 1970.
-        seen_monotonic_s: when this was written, of `time.monotonic`; None if that is not known.
-        phase, phase_s, step: what it was doing, for how long, in which step.
-        call, call_s: what it waited in, and for how long; None if it did not wait.
+        seen_monotonic_s: when this was written, by `time.monotonic`; None if unknown.
+        phase, phase_s, step: what it was doing, for how long, and in which step.
+        call, call_s: the call in which it waited, and for how long; `call` is None if it did not
+            wait.
         rss_bytes: resident memory.
-        metrics: the last ones; None for what is not finite.
-        num_total_steps: of the whole run; None if that is not known.
+        metrics: the latest metrics; None for values that are not finite.
+        num_total_steps: number of steps of the whole run; None if unknown.
         data_s, compute_s, wait_s: how long a step waited for data, computed, and waited for the
-            exchange; means of the last steps.
-        straggler: who keeps the others waiting, and what helps; empty if nobody.
-        end, message: how it ended and with which error; None while it has not.
-        stacks: of its threads; empty while it has left none.
+            exchange; means of recent steps.
+        straggler: a sentence on which worker keeps the others waiting, and what helps; empty if
+            none does.
+        end, message: how it ended, None while it runs, and the error's message.
+        stacks: stacks of its threads; empty if it has written none.
     """
 
     rank: int
@@ -70,7 +72,7 @@ class WorkerState:
 
     @property
     def where(self) -> str:
-        """What it was last seen in.
+        """The phase and step in which it was last seen.
 
         >>> WorkerState(rank=0, size=1, host="a", pid=7, phase="data", step=3, metrics={}).where
         'data of step 3'
@@ -79,9 +81,9 @@ class WorkerState:
 
     @cached_property
     def process(self) -> str:
-        """The kernel's letter for its process, "" if that is gone, "?" on another host.
+        """The kernel's letter for its process's state, "" if it is gone, "?" on another host.
 
-        As it was when it was first asked for, so that all that is said of a state fits together.
+        Read only once, so that everything that is said about the worker is consistent.
         """
         if not self.space or self.space != own_space():
             return "?"
@@ -92,36 +94,36 @@ class WorkerState:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the kernel says so; only this host's does."""
+        """Whether a signal has stopped the process; False on another host, where it is unknown."""
         return self.process in ("T", "t")
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others, and lives, as far as that is known."""
+        """Whether it waits for others and still lives, as far as is known."""
         return self.call is not None and self.age_s() <= _SILENT_S and not self.is_stopped
 
     def age_s(self) -> float:
-        """Seconds since it was last seen; of another host by the date there and here."""
+        """Seconds since it was last seen; for another host by the two hosts' clocks."""
         if self.seen_monotonic_s is not None and self.space and self.space == own_space():
             return time.monotonic() - self.seen_monotonic_s
         return max(0.0, time.time() - self.seen_s)
 
 
 def read_states(run_dir: Path | str) -> list[WorkerState]:
-    """What the workers of a run have left, by rank; those that left nothing are missing.
+    """The states that a run's workers have recorded, in rank order; some ranks may be missing.
 
-    What is of an earlier part of the run, by a worker that now runs elsewhere, is left out.
+    States from an earlier part of the run, of a worker that now runs elsewhere, are omitted.
     """
     files = state_folder(run_dir).glob("rank-*.txt")
     states = [state for state in map(read_state, files) if state is not None]
     newest_s = max((state.start_s for state in states), default=0.0)
-    # A clock that was set back meanwhile leaves a worker last seen before its own start.
+    # After its clock was set back, a worker seems to be last seen before its own start.
     of_now = [s for s in states if max(s.start_s, s.seen_s) > newest_s - _APART_S]
     return sorted(of_now, key=lambda state: state.rank)
 
 
 def state_folder(run_dir: Path | str) -> Path:
-    """Where a run's workers leave their files."""
+    """The folder of a run's workers' files."""
     return Path(run_dir, _FOLDER)
 
 
@@ -131,13 +133,13 @@ def waiting_words(
     states: Mapping[int, WorkerState],
     placed: Callable[[int], str],
 ) -> str:
-    """For whom somebody waits; empty if nobody else is there.
+    """A description of the ranks that a worker waits for; empty if there are no others.
 
     Args:
-        waited_s: how long.
+        waited_s: how long it has waited, in seconds.
         others: the other ranks.
-        states: what is known of them.
-        placed: a rank and where it runs.
+        states: rank -> its state, as far as it is known.
+        placed: rank -> the rank and where it runs, for messages.
 
     >>> late = WorkerState(rank=1, size=2, host="b", pid=8, phase="data", step=3, metrics={},
     ...     seen_s=time.time())
@@ -165,7 +167,7 @@ def waiting_words(
 
 
 def record_of(state: WorkerState) -> bytes:
-    """One line of JSON, always as long."""
+    """The state as one line of JSON, of a fixed length."""
     kept = list(state.metrics.items())[:_MOST_METRICS]
     metrics = {name: _finite(value) for name, value in kept}
     short = replace(state, message=state.message[:_MOST_CHARACTERS], metrics=metrics)
@@ -179,20 +181,20 @@ def record_of(state: WorkerState) -> bytes:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no nan nor infinity."""
+    """The value, or None for NaN and infinities, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def read_state(file: Path) -> WorkerState | None:
-    """None for what is no such file, or can't be read."""
+    """The state in a file; None if there is no such file, or it can't be read."""
     state = _read_state(file)
     if state is not None and state.end is None and not state.process:
-        return _read_state(file)  # it may have ended meanwhile, and what it left says how
+        return _read_state(file)  # it may just have ended and recorded how
     return state
 
 
 def _read_state(file: Path) -> WorkerState | None:
-    for _ in range(3):  # it may be in the midst of being written
+    for _ in range(3):  # the file may just be being written
         with contextlib.suppress(OSError, ValueError, TypeError):
             data = file.read_bytes()
             stacks = data[RECORD_BYTES:].rstrip(b"\0").decode(errors="replace")
