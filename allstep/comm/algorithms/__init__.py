@@ -1,4 +1,4 @@
-"""Ways to sum a tensor over ranks; see `ALGORITHMS`."""
+"""Algorithms that sum a tensor over ranks; see `ALGORITHMS`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,14 +56,15 @@ def make_algorithm(
     dtype: torch.dtype = torch.float32,
     num_at_once: int = 1,
 ) -> AllReduce:
-    """An algorithm for the ranks of `comm`; all of them must make it.
+    """Makes an algorithm for the ranks of `comm`; all of them must make it.
 
     Args:
-        algorithm: a name in `ALGORITHMS`, or what makes one of a communicator, such as
-            `lambda comm: Ring(comm, order=(0, 2, 1))`; None for `default_algorithm`.
+        algorithm: a name in `ALGORITHMS`, or a function that makes an algorithm from a
+            communicator, such as `lambda comm: Ring(comm, order=(0, 2, 1))`; None for
+            `default_algorithm`.
         comm: the ranks.
-        dtype: of most tensors.
-        num_at_once: tensors that `Native.post` would be given at once, if it comes to that.
+        dtype: dtype of most tensors.
+        num_at_once: number of tensors that are summed at once, for the measurements of `Auto`.
 
     Raises:
         UsageError: if the name is unknown, or the algorithm does not suit the ranks' nodes.
@@ -79,11 +80,13 @@ def make_algorithm(
 
 
 def default_algorithm(comm: WorkerGroup, dtype: torch.dtype = torch.float32) -> str:
-    """The name of what suits the ranks' machines: the backend's own, but for CPU ranks
+    """The name of the algorithm that suits the ranks' machines.
 
-    - of one host shared memory;
-    - of which there are two, and whose numbers have 16 bits, to swap them: Gloo would add them
-      one by one in software.
+    It is the backend's own, with two exceptions for CPU ranks:
+
+    - ranks of one host use shared memory;
+    - two ranks that sum 16-bit numbers use recursive doubling: Gloo would add such numbers one by
+      one in software.
 
     >>> from allstep.comm import Communicator
     >>> default_algorithm(Communicator.single_process())

@@ -1,4 +1,4 @@
-"""Chooses an all-reduce by measuring those that are possible."""
+"""Chooses an all-reduce algorithm by measuring the possible ones."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,28 +19,29 @@ from allstep.device import is_accelerator, synchronize
 
 _SIZES_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 23)
 _REPEATS = 3
-_ENOUGH_S = 0.1  # a slow network is known before the largest size
+_ENOUGH_S = 0.1  # larger sizes are skipped if a sum takes longer: the network is slow
 
 
 class Auto(AllReduce):
-    """The algorithm that was the fastest when this one was made, for each size of tensor.
+    """For each size of tensor the algorithm that was the fastest when this object was made.
 
-    Every candidate sums tensors of a few sizes, as many at once as there will be: only
-    the backend's own works on several. A candidate's time is the ranks' mean, so every rank has
-    the same numbers and chooses the same; a sum takes all ranks as long, and the slowest of many
-    that share cores would only be the unluckiest. The backend's own is only left for one that is
-    at least 5 % faster, since a measurement is no more certain than that.
+    Every candidate sums tensors of a few sizes, as many at once as training will; only the
+    backend's own runs several sums at the same time. A candidate's time is the mean over ranks, so
+    every rank has the same figures and makes the same choice. (A sum takes equally long on all
+    ranks; if many share cores, the slowest rank's time would only be an outlier.) Another candidate
+    replaces the backend's own only if it is at least 5 % faster, since measurements are not more
+    precise.
 
     Args:
         comm: the ranks.
-        dtype: of the tensors to measure with.
-        num_at_once: tensors that are there at once, and that `Native.post` would be given.
-        measure: seconds of a sum of a tensor on this rank; None to time it.
+        dtype: dtype of the tensors that are measured.
+        num_at_once: number of tensors that are summed at once.
+        measure: algorithm, tensor -> seconds of a sum on this rank; None to time it.
 
     Attributes:
-        seconds: size in bytes -> name -> seconds of a tensor.
-        choices: size in bytes -> name of the fastest; a tensor takes the choice of the nearest
-            size, by ratio.
+        seconds: size in bytes -> name of a candidate -> seconds per tensor.
+        choices: size in bytes -> name of the fastest; a tensor uses the choice of the nearest size,
+            by ratio.
     """
 
     name: ClassVar[str] = "auto"
@@ -70,17 +71,17 @@ class Auto(AllReduce):
             self._keep(self.choices.values())
 
     def _make(self, names: Iterable[str]) -> None:
-        """Adds algorithms, in an order that is the same on every rank."""
+        """Makes the algorithms that are missing, in an order that is the same on every rank."""
         for name in sorted(set(names) - self._algorithms.keys()):
             self._algorithms[name] = self._kinds[name](self.comm)
 
     def _keep(self, names: Iterable[str]) -> None:
-        """Closes the others."""
+        """Closes all algorithms but those in `names`."""
         for name in sorted(self._algorithms.keys() - set(names)):
             self._algorithms.pop(name).close()
 
     def _measure(self, size_bytes: int) -> dict[str, float]:
-        """Each candidate's seconds, the same on every rank."""
+        """The seconds of each candidate, the same on every rank."""
         size = size_bytes // self._dtype.itemsize
         device = self.comm.wire.transport_device(self.comm.device)
         x = torch.zeros(size, dtype=self._dtype, device=device)
@@ -90,7 +91,7 @@ class Auto(AllReduce):
         return {name: mean(seconds) for name, seconds in zip(names, by_name, strict=True)}
 
     def _time_sum(self, algorithm: AllReduce, x: Tensor) -> float:
-        """Seconds of a sum, in the best of a few goes."""
+        """Seconds of a sum, the least of a few measurements."""
         best_s = float("inf")
         for _ in range(_REPEATS):
             self.comm.barrier()
@@ -101,7 +102,7 @@ class Auto(AllReduce):
         return best_s / self._num_at_once
 
     def _sum(self, algorithm: AllReduce, x: Tensor) -> None:
-        """As many sums as there are at once, all of the same zeros."""
+        """Sums as many tensors of zeros as are summed at once in training."""
         if isinstance(algorithm, Native) and self._num_at_once > 1:
             for posted in [algorithm.post(x) for _ in range(self._num_at_once)]:
                 posted.wait()
@@ -110,23 +111,23 @@ class Auto(AllReduce):
                 algorithm.reduce_(x)
 
     def used_for(self, num_bytes: int) -> AllReduce:
-        """What sums a tensor of so many bytes."""
+        """The algorithm that sums a tensor of that size."""
         if not self.choices:
-            return self  # of a single rank
+            return self  # there is only one rank
         num_bytes = max(1, num_bytes)
         nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
         return self._algorithms[self.choices[nearest]]
 
     @property
     def in_words(self) -> str:
-        """What sums tensors of the measured sizes."""
+        """The measured sizes and the algorithm chosen for each."""
         return ", ".join(f"{size >> 10:,} KiB {name}" for size, name in self.choices.items())
 
     def state_dict(self) -> dict[str, Any]:
         return {"size": self.comm.size, "choices": dict(self.choices)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the choices of `state`, if it has as many ranks and all are possible here."""
+        """Takes over the choices of `state` if it is of as many ranks and all are possible here."""
         choices: dict[int, str] = state.get("choices", {})
         names = set(choices.values())
         if state.get("size") == self.comm.size and names <= self._kinds.keys():
@@ -143,7 +144,7 @@ class Auto(AllReduce):
 
 
 def _candidates(comm: WorkerGroup) -> list[type[AllReduce]]:
-    """What may be the fastest for these ranks and nodes."""
+    """The algorithms that may be the fastest for these ranks and nodes."""
     kinds: list[type[AllReduce]] = [Native, Ring, HalvingDoubling, RecursiveDoubling]
     if comm.num_nodes == 1 and not is_accelerator(comm.device):
         kinds.append(SharedMemory)

@@ -1,4 +1,4 @@
-"""What an all-reduce algorithm is, and the counted messages that most are made of."""
+"""The base of all-reduce algorithms, and the counted messages that most of them send."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -10,21 +10,21 @@ from torch import Tensor
 from allstep.comm.group import WorkerGroup
 from allstep.comm.work import Work
 
-_TAG = (1 << 30) + 2  # beyond the tags that users may choose
+_TAG = (1 << 30) + 2  # above the tags that users may choose
 
 
 class AllReduce(ABC):
-    """One way to sum a tensor over the ranks of one communicator.
+    """An algorithm that sums a tensor over the ranks of a communicator.
 
-    For the same number of ranks and of elements the order of the additions is the same, so a
-    sum is reproducible; and a sum is computed once and handed on, so that all ranks hold the
+    The order of the additions depends only on the numbers of ranks and of elements, so a sum is
+    reproducible; and each element's sum is computed once and sent on, so that all ranks hold the
     same bits.
 
     Args:
-        comm: the workers. Making an algorithm is collective: all of them must.
+        comm: the workers; all of them must make the algorithm.
 
     Attributes:
-        name: in `ALGORITHMS`.
+        name: name in `ALGORITHMS`.
         comm: the workers.
     """
 
@@ -54,7 +54,7 @@ class AllReduce(ABC):
         assert flat.dim() == 1 and flat.is_contiguous()
         if self.comm.size == 1 or not flat.numel():
             return
-        # A single element counts as contiguous whatever its stride says, but not to `view`.
+        # torch calls a single element contiguous whatever its stride is, but `view` does not.
         flat = flat.detach().as_strided(flat.shape, (1,))
         on_wire = flat.to(self.comm.wire.transport_device(flat.device))
         try:
@@ -68,51 +68,51 @@ class AllReduce(ABC):
 
     @abstractmethod
     def _reduce_(self, flat: Tensor) -> None:
-        """`reduce_` for at least two ranks and one element, on a device that the wire takes."""
+        """`reduce_` for at least two ranks and one element, on a device that the wire can use."""
 
     def _note_meeting(self) -> None:
-        """Tells the names that all ranks have come to a sum."""
+        """Records in the ranks' names that all ranks have taken part in a sum."""
         self._names.last_call = "all_reduce"
 
     def used_for(self, num_bytes: int) -> "AllReduce":
-        """What sums a tensor of so many bytes."""
+        """The algorithm that sums a tensor of that size."""
         return self
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has handed to the wire so far."""
+        """Number of bytes that this rank has sent so far."""
         return self._messenger.sent_bytes + sum(part.sent_bytes for part in self._parts)
 
     @property
     def num_messages(self) -> int:
-        """Messages that this rank has sent so far."""
+        """Number of messages that this rank has sent so far."""
         return self._messenger.num_messages + sum(part.num_messages for part in self._parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the additions depends on, beside the ranks and the elements."""
+        """The choices, apart from ranks and elements, that determine the order of the additions."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Adds as where `state_dict` was taken. Collective.
+        """Restores the order of the additions that `state_dict` described. Collective.
 
         Args:
-            state: the same on every rank; maybe another algorithm's.
+            state: the same state on every rank; it may be another algorithm's.
         """
 
     def close(self) -> None:
-        """Gives back what the algorithm holds; the communicator stays open."""
+        """Frees what the algorithm holds; the communicator stays open."""
         for part in self._parts:
             part.close()
 
     def abort(self) -> None:
-        """Leaves at once, so that ranks who wait for this one fail fast."""
+        """Leaves at once, so that ranks that wait for this one fail fast."""
         for part in self._parts:
             part.abort()
         self.close()
 
 
 class Messenger:
-    """Messages whose sizes both ends know, counted at the sender."""
+    """Sends messages whose sizes both ends know, and counts them at the sender."""
 
     def __init__(self, comm: WorkerGroup) -> None:
         self._wire = comm.wire
@@ -120,12 +120,12 @@ class Messenger:
         self.num_messages = 0
 
     def send(self, x: Tensor, dest: int) -> Work[None]:
-        """Posts a contiguous flat tensor to another rank."""
+        """Starts sending a contiguous flat tensor to another rank."""
         self.count(x.nbytes)
         return self._wire.send(x.view(torch.uint8), dest, _TAG, "all_reduce")
 
     def recv(self, x: Tensor, source: int) -> Work[None]:
-        """Posts the receipt of a tensor from another rank."""
+        """Starts receiving a tensor from another rank."""
         return self._wire.recv(x.view(torch.uint8), source, _TAG, "all_reduce")
 
     def exchange(self, outgoing: Tensor, dest: int, incoming: Tensor, source: int) -> None:

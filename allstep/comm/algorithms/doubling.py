@@ -1,4 +1,4 @@
-"""All-reduces whose partners are 1, 2, 4, … ranks away, for networks whose latency counts."""
+"""All-reduces between ranks 1, 2, 4, … apart, for networks whose latency matters."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -10,9 +10,9 @@ from allstep.comm.algorithms.base import AllReduce
 
 
 class _Folded(AllReduce):
-    """A scheme for a power of two of ranks.
+    """An algorithm for powers of two, extended to any number of ranks.
 
-    Ranks beyond the largest power of two give their tensor to a partner first and get the sum at
+    Ranks beyond the largest power of two first send their tensor to a partner, and get the sum at
     the end.
     """
 
@@ -34,13 +34,13 @@ class _Folded(AllReduce):
 
     @abstractmethod
     def _reduce_among_(self, flat: Tensor, power: int) -> None:
-        """The sum over the first `power` ranks, a power of two, by these."""
+        """Sums over the first `power` ranks, a power of two; only these ranks call it."""
 
 
 class RecursiveDoubling(_Folded):
-    """Partners swap all they have and add: lg(size) messages of the whole tensor.
+    """Partners exchange whole tensors and add them, in lg(size) messages.
 
-    Nothing needs fewer messages, and between two ranks nothing needs fewer bytes. Sums of
+    No algorithm needs fewer messages, and between two ranks none needs fewer bytes. Sums of
     half-precision numbers are taken in float32 and rounded at each step.
 
     Source: Thakur, Rabenseifner and Gropp, 2005, section 4.5.
@@ -61,9 +61,9 @@ class RecursiveDoubling(_Folded):
 class HalvingDoubling(_Folded):
     """Reduce-scatter by halving, all-gather by doubling: 2 lg(size) messages.
 
-    In each step two ranks swap halves of what they share and add: the shared part halves while
-    the partner's distance does, from half of the ranks down to 1. The way back hands the sums
-    out in the opposite order.
+    In each step two ranks exchange halves of the part that they share, and add: the part halves
+    with each step, and so does the partner's distance, from half of the ranks down to 1. The
+    all-gather sends the sums back in the opposite order.
 
     Source: Thakur, Rabenseifner and Gropp, 2005, section 4.5.
     """
@@ -73,7 +73,7 @@ class HalvingDoubling(_Folded):
     def _reduce_among_(self, flat: Tensor, power: int) -> None:
         arrived = torch.empty_like(flat[: -(-len(flat) // 2)])
         own = flat
-        steps: list[tuple[int, Tensor, Tensor]] = []  # partner, what I keep, what it keeps
+        steps: list[tuple[int, Tensor, Tensor]] = []  # partner, part kept here, part kept there
         distance = power // 2
         while distance:
             low, high = own.tensor_split(2)

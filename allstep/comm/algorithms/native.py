@@ -1,4 +1,4 @@
-"""The backend's own all-reduce, and the one that sends nothing."""
+"""The backend's own all-reduce, and a dummy that sends nothing."""
 
 from typing import ClassVar
 
@@ -11,10 +11,10 @@ from allstep.comm.work import Work
 
 
 class Native(AllReduce):
-    """The backend's: Gloo's on the CPU, NCCL's on CUDA.
+    """The backend's own algorithm: Gloo's on the CPU, NCCL's on CUDA.
 
-    Neither tells what it sends; the bytes and messages of a ring are counted, the least bytes
-    that any algorithm can do with.
+    Neither reports what it sends, so the bytes and messages of a ring are counted; no algorithm can
+    do with fewer bytes.
     """
 
     name: ClassVar[str] = "native"
@@ -23,10 +23,10 @@ class Native(AllReduce):
         self.post(flat).wait()
 
     def post(self, flat: Tensor) -> Work[None]:
-        """Starts a sum, in place, and returns at once; several may be under way.
+        """Starts a sum, in place, and returns at once; several may be pending.
 
         Args:
-            flat: as in `reduce_`, on a device that the backend takes.
+            flat: as in `reduce_`, on a device that the backend supports.
         """
         num_elements, num_messages = ring_sends(flat.numel(), self.comm.size, self.comm.rank)
         self._messenger.count(num_elements * flat.itemsize, num_messages)
@@ -34,7 +34,7 @@ class Native(AllReduce):
 
 
 class Dummy(AllReduce):
-    """Leaves every rank its own values: what is left of a step's time is not the network's."""
+    """Leaves every rank its own values, to measure a step's time without the network."""
 
     name: ClassVar[str] = "dummy"
 
@@ -42,4 +42,4 @@ class Dummy(AllReduce):
         pass
 
     def _note_meeting(self) -> None:
-        """Nobody was met."""
+        """Does nothing, as ranks do not meet."""

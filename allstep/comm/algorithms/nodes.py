@@ -1,4 +1,4 @@
-"""Algorithms that know which ranks share a node."""
+"""Algorithms that use which ranks share a node."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -16,12 +16,12 @@ from allstep.errors import UsageError
 
 
 class _OverNodes(AllReduce):
-    """What both hold: the ranks of this node, some ranks across nodes, and how those sum.
+    """The base of both: groups of the ranks in this node and of ranks across nodes.
 
     Args:
         comm: the workers.
-        across: the color of this rank's group across nodes; None for a rank in none.
-        inner: makes the algorithm across nodes.
+        across: color of this rank's group across nodes; None for a rank in none.
+        inner: function that makes the algorithm across nodes from a group.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class _OverNodes(AllReduce):
 
 
 class Hierarchical(_OverNodes):
-    """Sums in each node, then between the nodes' first ranks, then hands the sum out.
+    """Sums within each node, then between the nodes' first ranks, then sends the sum to the others.
 
-    Only one rank a node uses the network. In the node CPU ranks share memory; others send to
-    the first one, who adds in the ranks' order (half precision in float32).
+    Only one rank per node uses the network. Within a node CPU ranks share memory; other ranks send
+    to the first one, which adds in the order of ranks (half precision in float32).
 
     Args:
         comm: the workers.
-        inner: makes the algorithm between the nodes.
-        share_memory: False for messages inside a node even where memory could be shared.
+        inner: function that makes the algorithm between the nodes from a group.
+        share_memory: False to send messages within a node even if memory could be shared.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -105,7 +105,7 @@ class Hierarchical(_OverNodes):
             self._buffer.broadcast_(flat)
 
     def _reduce_to_first(self, flat: Tensor) -> None:
-        """Adds this node's tensors at its first rank."""
+        """Adds up this node's tensors on its first rank."""
         if self._inside.rank:
             self._messenger.send(flat, 0).wait()
             return
@@ -117,7 +117,7 @@ class Hierarchical(_OverNodes):
         flat.copy_(total)
 
     def _hand_out(self, flat: Tensor) -> None:
-        """Gives the first rank's values to the node's others."""
+        """Sends the first rank's values to the node's other ranks."""
         if self._inside.rank:
             self._messenger.recv(flat, 0).wait()
             return
@@ -134,12 +134,13 @@ class Hierarchical(_OverNodes):
 class TwoDimensional(_OverNodes):
     """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node.
 
-    Every rank uses the network, for its own part of the tensor; all at once, which pays where
-    one connection can't fill a node's link.
+    All ranks use the network at the same time, each for its own part of the tensor; this helps
+    where one connection can't fill a node's link.
 
     Args:
         comm: the workers, equally many on every node.
-        inner: makes the algorithm across nodes, between ranks of equal local rank.
+        inner: function that makes the algorithm across nodes, between ranks of equal local rank,
+            from a group.
 
     Raises:
         UsageError: if nodes have different numbers of ranks.

@@ -12,19 +12,19 @@ from allstep.comm.shared_memory import Block, NotShared, SharedBuffer
 
 
 class SharedMemory(AllReduce):
-    """Sums in memory that the CPU ranks of one host share; the backend's elsewhere.
+    """Sums in memory that the CPU ranks of one host share; elsewhere the backend's own algorithm.
 
-    Nothing goes over the wire, so `sent_bytes` stays 0. What a rank adds up it adds up in the
-    ranks' order, half precision in float32. Where memory cannot be shared, the first rank says
-    why, once, and `fallback` does the work.
+    Nothing goes over the wire, so `sent_bytes` stays 0. Each rank adds in the order of ranks, half
+    precision in float32. If memory cannot be shared, the first rank logs why, once, and `fallback`
+    takes the sums.
 
     Args:
         comm: the workers.
-        slot_bytes: how much of a tensor is in work at once, a multiple of 64; None for what
-            suits the numbers of ranks and cores.
+        slot_bytes: size of the pieces of a tensor that are summed at a time, a multiple of 64; None
+            for a size that suits the numbers of ranks and cores.
 
     Attributes:
-        fallback: what works instead, or None.
+        fallback: the algorithm that is used instead; None if memory is shared.
     """
 
     name: ClassVar[str] = "shared_memory"
@@ -43,16 +43,16 @@ class SharedMemory(AllReduce):
             reason.tell(comm.rank, "all-reduces use the network, not shared memory")
 
     def new_block(self, num_bytes: int) -> Block | None:
-        """Memory in which sums are taken in place. Collective.
+        """Allocates memory in which sums are taken in place. Collective.
 
-        Tensors at the same place in every rank's part are summed without being copied. The
-        block has to be kept for as long as its tensors are summed.
+        Tensors at the same offset in every rank's part are summed without being copied. Keep a
+        reference to the block for as long as its tensors are summed.
 
         Args:
-            num_bytes: for each rank, the same on all.
+            num_bytes: size of each rank's part, the same on all ranks.
 
         Returns:
-            None where the ranks share no memory, or too little.
+            The block; None if the ranks share no memory, or too little.
         """
         if self._buffer is None:
             return None

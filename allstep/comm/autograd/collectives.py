@@ -1,4 +1,4 @@
-"""Collectives that move tensors and, in backward, move their gradients back."""
+"""Collectives that move tensors and, in backward, send their gradients back."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def all_gather(comm: Communicator, x: Tensor) -> tuple[Tensor, ...]:
         x: floating-point tensor; shapes and dtypes may differ between ranks.
 
     Returns:
-        One tensor a rank, on `x`'s device.
+        One tensor per rank, on `x`'s device.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> (y,) = all_gather(Communicator.single_process(), x)
@@ -43,7 +43,7 @@ def all_to_all(comm: Communicator, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         xs: `size` floating-point tensors of any shapes and dtypes.
 
     Returns:
-        One tensor a rank, on the device of `xs`.
+        One tensor per rank, on the device of `xs`.
     """
     for x in xs:
         check_differentiable("xs", x, "all_to_all")
@@ -69,10 +69,11 @@ def broadcast(
         comm: the workers.
         x: on the root a floating-point tensor; None elsewhere.
         root: the rank that sends.
-        delegate: what this call shall come after; its backward comes after that of this call.
+        delegate: result of a call that this one must follow; in backward this call's gradient comes
+            first.
 
     Returns:
-        A new tensor, on the communicator's device; on the root on `x`'s.
+        A new tensor, on the communicator's device; on the root, on `x`'s device.
     """
     if comm.rank == root:
         check_differentiable("x", x, "broadcast")
@@ -99,12 +100,13 @@ def gather(
     Args:
         comm: the workers.
         x: floating-point tensor; shapes and dtypes may differ between ranks.
-        root: the rank that gets them.
-        delegate: what this call shall come after; its backward comes after that of this call.
+        root: the rank that receives them.
+        delegate: result of a call that this one must follow; in backward this call's gradient comes
+            first.
 
     Returns:
-        On the root one tensor a rank, on `x`'s device; elsewhere a delegate: a zero without dims
-        whose backward receives x's gradient.
+        On the root one tensor per rank, on `x`'s device; elsewhere a delegate: a zero without
+        dimensions whose backward receives x's gradient.
     """
     check_differentiable("x", x, "gather")
     device, is_root = x.device, comm.rank == root
@@ -135,8 +137,9 @@ def scatter(
     Args:
         comm: the workers.
         xs: on the root `size` floating-point tensors of any shapes and dtypes; None elsewhere.
-        root: the rank that has them.
-        delegate: what this call shall come after; its backward comes after that of this call.
+        root: the rank that sends them.
+        delegate: result of a call that this one must follow; in backward this call's gradient comes
+            first.
 
     Returns:
         This rank's entry, on the communicator's device.
@@ -159,7 +162,7 @@ def scatter(
 
 
 def _sum(xs: Sequence[Tensor]) -> Tensor:
-    """In the order of the ranks, so that it does not depend on who came first."""
+    """The sum in the order of the ranks, so that it does not depend on the order of arrival."""
     total = xs[0]
     for x in xs[1:]:
         total = total + x

@@ -1,4 +1,4 @@
-"""The one node of the graph that all these calls make, and the checks of their arguments."""
+"""The graph node that all these calls make, and the checks of their arguments."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def is_differentiable(x: Tensor) -> bool:
-    """Can a tensor of this dtype have a gradient?"""
+    """Whether a tensor of this dtype can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -39,20 +39,20 @@ def mirrored(
     xs: Sequence[Tensor],
     delegate: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Makes a node of a call; see [Note: mirrored calls].
+    """Makes a call a node of the graph; see [Note: mirrored calls].
 
     Args:
         comm: the workers.
-        call: names it in the errors of its backward.
+        call: name of the call, for errors in its backward.
         forward: (delegate, *xs) -> outputs.
-        backward: (*gradients of the outputs) -> gradients of the delegate and of `xs`; holds no
-            tensor, so that none lives longer than it must.
+        backward: (*gradients of the outputs) -> gradients of the delegate and of `xs`; must hold no
+            tensors, so that they are freed early.
         xs: the inputs.
-        delegate: what this call shall come after; None for a leaf in its place, which brings the
-            node into the graph.
+        delegate: result of a call that this one must follow; None for a new leaf, which makes the
+            node require a gradient.
 
     Raises:
-        UsageError: if `delegate` is not the zero that `send` and others return.
+        UsageError: if `delegate` is not a zero such as `send` returns.
     """
     if delegate is None:
         delegate = torch.zeros((), device=comm.device, requires_grad=True)
@@ -80,7 +80,7 @@ class _Mirrored(Function):
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.mirror = backward
-        # To autograd no views: what follows may change them in place.
+        # `.data`, so that autograd does not see views: users may change the outputs in place.
         outputs = tuple(y.data for y in forward(delegate, *xs))
         ctx.mark_non_differentiable(*(y for y in outputs if not is_differentiable(y)))
         return outputs
@@ -91,13 +91,13 @@ class _Mirrored(Function):
 
 
 def shown(x: object) -> str:
-    """A delegate, for errors: a tensor by its shape."""
+    """A delegate as errors show it: a tensor by its shape."""
     return repr(list(x.shape) if isinstance(x, Tensor) else x)
 
 
 @contextmanager
 def _in_backward(comm: Communicator, call: str) -> Iterator[None]:
-    """Adds to the errors of communication inside in whose backward they happened."""
+    """Adds to communication errors inside the call in whose backward they happened."""
     try:
         yield
     except CommunicationError as error:

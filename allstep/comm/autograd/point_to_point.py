@@ -1,4 +1,4 @@
-"""From one rank to another and, in backward, back."""
+"""Messages from one rank to another whose gradients are sent back in backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +27,12 @@ def send(
         comm: the workers.
         x: tensor or tuple of tensors of any shapes and dtypes.
         dest: the rank that receives; not this one.
-        tag: tells messages to the same rank apart.
-        delegate: what this call shall come after; its backward comes after that of this call.
+        tag: distinguishes messages to the same rank.
+        delegate: result of a call that this one must follow; in backward this call's gradient comes
+            first.
 
     Returns:
-        A delegate: a zero without dims whose backward receives x's gradient.
+        A delegate: a zero without dimensions whose backward receives x's gradient.
     """
     xs, is_tuple = as_tuple(x), not isinstance(x, Tensor)
     devices = [x.device if is_differentiable(x) else None for x in xs]
@@ -57,11 +58,12 @@ def recv(comm: Communicator, source: int, tag: int = 0, *, delegate: Tensor | No
         comm: the workers.
         source: the rank that sends; not this one.
         tag: as in `send`.
-        delegate: what this call shall come after; its backward comes after that of this call.
+        delegate: result of a call that this one must follow; in backward this call's gradient comes
+            first.
 
     Returns:
         A tensor or a tuple of tensors, as sent, on the communicator's device; backward sends
-        their gradients to `source`, zeros where nothing depends on them.
+        their gradients to `source`, and zeros if nothing depends on them.
     """
     kept: list[bool] = []
     is_tuple = True
@@ -82,10 +84,10 @@ def recv(comm: Communicator, source: int, tag: int = 0, *, delegate: Tensor | No
 
 
 def pseudo_connect(delegate: Tensor, *actual: Tensor) -> Any:
-    """The actual tensors, whose backward also runs the delegate's.
+    """Returns `actual`, with a backward that also runs the delegate's.
 
     Args:
-        delegate: what `send` returned, or `gather` away from its root.
+        delegate: result of `send`, or of `gather` away from its root.
         actual: the tensors that the loss depends on.
 
     Returns:
@@ -121,7 +123,7 @@ class _Connect(Function):
 
 
 class _ZeroAfter(Function):
-    """A zero that depends on other tensors only in the graph, for `_Connect` to be mirrored."""
+    """A zero that depends on other tensors only in the graph; backward of `_Connect` needs it."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, *xs: Tensor) -> Tensor:

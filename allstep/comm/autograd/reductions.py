@@ -1,4 +1,4 @@
-"""Reductions over the ranks and the way back of their gradients."""
+"""Reductions over the ranks whose gradients are sent back in backward."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ from allstep.errors import UsageError
 
 
 def all_reduce(comm: Communicator, x: Tensor, op: ReduceOp = "sum") -> Tensor:
-    """Reduces over the ranks; unlike the communicator's verb it leaves `x` as it is.
+    """Reduces over the ranks; unlike the communicator's verb it leaves `x` unchanged.
 
     The backward of "sum" and "mean" is the same reduction of the gradients. That of "max" and
-    "min" gives the gradients' sum to the ranks that have the extreme value, in equal parts.
+    "min" divides the gradients' sum equally among the ranks that have the extreme value.
 
     Args:
         comm: the workers.

@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share; sums taken in it and messages through it."""
+"""Memory that ranks of one host share; sums in it and messages through it."""
 
 from allstep.comm.shared_memory.mailboxes import Mailboxes
 from allstep.comm.shared_memory.mapping import NotShared

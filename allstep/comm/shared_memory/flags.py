@@ -1,20 +1,20 @@
-"""How ranks tell each other through shared memory how far they are.
+"""Counters in shared memory by which ranks tell each other their progress.
 
 [Note: ordering] Each rank has a line of counters that only it writes; the others poll them. A
-counter is an aligned 64-bit word, read and written whole. What was written before a counter
-must be seen by whoever has read the counter. x86 keeps the order of writes and that of reads.
-aarch64 does not; there `_fence` stands before each counter's write and after its read: taking
-and releasing a lock is an atomic operation with acquire order and one with release order, and
-since no acquire passes a release that stands before it, doing so twice lets nothing pass in
-either direction. Values only grow, so a stale read costs another look and no more.
+counter is an aligned 64-bit word, read and written as a whole. A rank that has read a counter must
+see everything that was written before the counter. x86 keeps the order of writes and that of reads.
+aarch64 does not; there `_fence` is called before each counter's write and after its read. Acquiring
+and releasing a lock is an atomic operation with acquire order and one with release order. Since no
+acquire moves before an earlier release, doing both twice lets no read or write pass in either
+direction. Values only grow, so a stale read costs another read and no more.
 
-[Note: waiting] Peers are late by microseconds inside a sum and by anything before it. So a wait
-first looks again and again for a moment, giving way to other threads between two looks where
-there are more ranks than cores. Then it says that it is asleep, looks once more, and blocks
-until a peer writes to its pipe, or a peer's process ends. Who sets a counter looks for
-sleepers after that, so one of the two sees the other ([Note: ordering]: the fence lets no later
-read pass an earlier write either). Blocked ranks take no time from those that compute, and wake
-up sooner than ranks that only gave way to them.
+[Note: waiting] Peers are late by microseconds within a sum, and by any time before it. So a wait
+first polls for a moment, yielding to other threads between two reads if there are more ranks than
+cores. Then it marks itself as asleep, reads once more, and blocks until a peer writes to its pipe
+or a peer's process ends. A rank that sets a counter checks for sleepers afterwards, so at least one
+of the two sees the other ([Note: ordering]: the fence lets no later read pass an earlier write
+either). Blocked ranks take no time from those that compute, and wake up sooner than ranks that only
+yield.
 """
 
 import ctypes
@@ -30,24 +30,24 @@ from allstep.comm.shared_memory.mapping import SharedMapping
 from allstep.env import num_cores
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
-_ASLEEP, _LEFT, FIRST_FREE = range(3)  # the words of a rank's line; from there on as users like
-FILLED, REDUCED, EMPTIED, NUM_SUM_WORDS = range(FIRST_FREE, FIRST_FREE + 4)  # of sums
+_ASLEEP, _LEFT, FIRST_FREE = range(3)  # words of a rank's line; those from FIRST_FREE are free
+FILLED, REDUCED, EMPTIED, NUM_SUM_WORDS = range(FIRST_FREE, FIRST_FREE + 4)  # used by sums
 
 _SPIN_S = 5e-5
 _GIVE_WAY_S = 2e-4
-_LONGEST_SLEEP_S = 0.1  # in case a wake-up is missed
+_LONGEST_SLEEP_S = 0.1  # limited in case a wake-up is missed
 
-# Python's own os.sched_yield holds the interpreter's lock before 3.13.
+# Python's os.sched_yield holds the GIL before 3.13.
 _sched_yield = ctypes.CDLL(None).sched_yield
 
 
 def lines_bytes(num_ranks: int, num_words: int) -> int:
-    """Of all ranks' counters, in whole pages."""
+    """Size of all ranks' counters, in whole pages."""
     return -(-num_ranks * _line_bytes(num_words) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _line_bytes(num_words: int) -> int:
-    """Of a rank's counters: whole pairs of cache lines, which is how processors fetch them."""
+    """Size of one rank's counters, in whole pairs of cache lines, as processors fetch them."""
     return -(-8 * num_words // 128) * 128
 
 
@@ -55,14 +55,15 @@ class Flags:
     """This rank's counters and a view of the others'.
 
     Args:
-        mapping: what the ranks share; its memory begins with the lines of all of them.
-        rank: this one.
-        timeout_s: tells how long a wait may take.
-        num_words: how many words of a line are in use.
+        mapping: the ranks' shared mapping; its memory begins with all ranks' lines of counters.
+        rank: this rank.
+        timeout_s: function that returns the longest duration of a wait.
+        num_words: number of words of a line that are in use.
 
     Attributes:
-        verb: names the call in errors.
-        limit_s: how long to wait if that isn't `timeout_s`; who waits for less may wait again.
+        verb: name of the call, for errors.
+        limit_s: longest duration of a wait if it differs from `timeout_s`; after a shorter one the
+            caller may wait again.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class Flags:
         self._lock = threading.Lock()
         self._wakeups = wakeups
         self._gives_way = not len(set(pids)) == len(pids) <= num_cores()
-        self._ended: set[int] = set()  # ranks whose process has
+        self._ended: set[int] = set()  # ranks whose process has ended
         self._events = select.poll()
         for fd in (wakeups.read_fd, *wakeups.pidfds):
             self._events.register(fd, select.POLLIN)
 
     def set(self, counter: int, value: int, ranks: Sequence[int] | None = None) -> None:
-        """Tells some ranks, all others if None, that this one has come to `value`.
+        """Sets this rank's counter, and wakes those of `ranks` (all others if None) that sleep.
 
         [Note: ordering]
         """
@@ -108,12 +109,12 @@ class Flags:
         ranks: Sequence[int] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when some ranks, all others if None, have come to `value`.
+        """Returns when a counter of each of `ranks` has reached `value`.
 
         Args:
-            counter, value: which of their counters, and how far.
-            ranks: which.
-            meanwhile: called again and again until then.
+            counter, value: the counter, and the value that it must reach.
+            ranks: the ranks whose counters are read; all other ranks if None.
+            meanwhile: called again and again during the wait.
         """
         ranks = self._others if ranks is None else ranks
         if self._late(counter, value, ranks):
@@ -121,7 +122,7 @@ class Flags:
         self._fence()
 
     def has_come(self, rank: int, counter: int, value: int) -> bool:
-        """Whether a rank has come to `value`."""
+        """Whether a rank's counter has reached `value`."""
         late = self._late(counter, value, (rank,))
         self._fence()
         return not late
@@ -130,7 +131,7 @@ class Flags:
         return rank * self._line_words + counter
 
     def _fence(self) -> None:
-        """Keeps reads and writes before it from those after it. [Note: ordering]"""
+        """Keeps earlier reads and writes before later ones. [Note: ordering]"""
         lock = self._lock
         lock.acquire()
         lock.release()
@@ -140,7 +141,7 @@ class Flags:
     def _wait_for(
         self, counter: int, value: int, ranks: Sequence[int], meanwhile: Callable[[], None]
     ) -> None:
-        """[Note: waiting]"""
+        """Polls for a moment, then sleeps, until the counters have come. [Note: waiting]"""
         start_s = time.monotonic()
         stop_s = start_s + (_GIVE_WAY_S if self._gives_way else _SPIN_S)
         while self._late(counter, value, ranks) and time.monotonic() < stop_s:
@@ -152,12 +153,12 @@ class Flags:
             while self._late(counter, value, ranks):
                 meanwhile()
                 self._sleep(counter, value, ranks)
-                # Looked at anew: one that has come and left since is not missed.
+                # Read again: a rank that has come and then left is not late.
                 late = self._late(counter, value, ranks)
                 self._check(late, self._gone(late), time.monotonic() - start_s)
 
     def _sleep(self, counter: int, value: int, ranks: Sequence[int]) -> None:
-        """Blocks until something happens, unless a rank that is waited for is gone."""
+        """Blocks until something happens, unless an awaited rank is gone."""
         asleep = self._word(self._rank, _ASLEEP)
         self._words[asleep] = 1
         self._fence()
@@ -175,14 +176,14 @@ class Flags:
         return [rank for rank in ranks if words[rank * step + counter] < value]
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those that come to nothing any more, in whatever way."""
+        """The ranks that will set no counter any more, because they left or ended."""
         return [r for r in ranks if r in self._ended or self._words[self._word(r, _LEFT)]]
 
     def _longest_s(self) -> float:
         return self.limit_s or self._timeout_s()
 
     def _check(self, late: Sequence[int], gone: Sequence[int], waited_s: float) -> None:
-        """Raises if a rank that is waited for is gone or too late, or if this one has left."""
+        """Raises if an awaited rank is gone or too late, or if this rank has left."""
         where = f"`{self.verb}` on {self._names.own}"
         if self._words[self._word(self._rank, _LEFT)]:
             raise PeerLostError(f"{where}: the communicator was aborted meanwhile.")
@@ -196,7 +197,7 @@ class Flags:
             raise self._timed_out(where, late)
 
     def _timed_out(self, where: str, late: Sequence[int]) -> CollectiveTimeoutError:
-        """What says who is missing: a late rank may only wait for another one, elsewhere."""
+        """The error that names the missing ranks: a late rank may itself wait for another one."""
         numbers = [self._names.numbers[rank] for rank in late]
         missing = MissingRanks({}, numbers)
         if self.limit_s is None or self.limit_s >= self._timeout_s():
@@ -209,6 +210,6 @@ class Flags:
         )
 
     def close(self) -> None:
-        """Tells the others that this rank comes to nothing any more."""
+        """Tells the others that this rank will set no counter any more."""
         self.set(_LEFT, 1)
-        self._wakeups.wake(self._rank)  # for a thread of this rank that waits
+        self._wakeups.wake(self._rank)  # in case another thread of this rank waits

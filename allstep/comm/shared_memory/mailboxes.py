@@ -1,8 +1,8 @@
 """Messages between the ranks of one host, through memory that they share.
 
 [Note: mailboxes] Each ordered pair of ranks has a few slots. The sender copies message n into slot
-n modulo their number and counts it as sent; the receiver copies it out and counts it as taken.
-A rank that has to wait for a free slot takes what is sent to it meanwhile, so ranks that post
+n modulo their number and counts it as sent; the receiver copies it out and counts it as taken. A
+rank that waits for a free slot meanwhile takes messages that are sent to it, so ranks that post
 many messages before they wait for any do not block each other.
 """
 
@@ -18,7 +18,7 @@ from allstep.comm.shared_memory.mapping import SharedMapping, map_shared
 from allstep.errors import DisagreementError
 
 NUM_SLOTS = 4
-_HEADER_BYTES = 64  # the message's size, and what aligns it
+_HEADER_BYTES = 64  # the message's size, padded for alignment
 _MAX_SLOT_BYTES = 1 << 22
 _MAX_TOTAL_BYTES = 1 << 26
 
@@ -27,12 +27,12 @@ class Mailboxes:
     """Slots for each pair of ranks; see [Note: mailboxes].
 
     Args:
-        mapping: what the ranks share.
-        rank: this one.
-        timeout_s: tells how long a wait may take.
+        mapping: the ranks' shared mapping.
+        rank: this rank.
+        timeout_s: function that returns the longest duration of a wait.
 
     Attributes:
-        message_bytes: the longest message that goes through.
+        message_bytes: size of the longest possible message.
     """
 
     def __init__(self, mapping: SharedMapping, rank: int, timeout_s: Callable[[], float]) -> None:
@@ -55,16 +55,17 @@ class Mailboxes:
 
         Args:
             comm: at least two CPU ranks of one host.
-            slot_bytes: of one message, a multiple of 64; None for 4 MiB, or less among many ranks.
+            slot_bytes: size of a slot with its header, a multiple of 64; None for 4 MiB, or less
+                among many ranks.
 
         Raises:
-            NotShared: on every rank, if one of them cannot.
+            NotShared: on every rank, if one of them cannot share memory.
         """
         num_slots = comm.size * (comm.size - 1) * NUM_SLOTS
         if slot_bytes is None:
             slot_bytes = min(_MAX_SLOT_BYTES, _MAX_TOTAL_BYTES // num_slots // 64 * 64)
         num_bytes = lines_bytes(comm.size, _num_words(comm.size)) + num_slots * slot_bytes
-        mapping = map_shared(comm, num_bytes, populate=False)  # most pairs have no window in common
+        mapping = map_shared(comm, num_bytes, populate=False)  # most pairs send no messages
         return cls(mapping, comm.rank, lambda: comm.timeout_s)
 
     def post(self, x: Tensor, peer: int, verb: str) -> None:
@@ -79,27 +80,27 @@ class Mailboxes:
         self._flags.set(self._sent_to(peer), number, [peer])
 
     def expect(self, room: Tensor, peer: int, verb: str) -> "Arrival":
-        """Provides room, contiguous, for the next message of a rank; `verb` names it in errors."""
+        """Provides a contiguous tensor for a rank's next message; errors call the call `verb`."""
         self._rooms[peer].append(room)
         return Arrival(self, peer, self._num_taken[peer] + len(self._rooms[peer]), verb)
 
     def has_taken(self, peer: int, number: int) -> bool:
-        """Whether a rank's messages up to a number lie in their rooms."""
+        """Whether a rank's messages up to a number have been copied to their tensors."""
         self._take_arrived()
         return self._num_taken[peer] >= number
 
     def wait(self, peer: int, number: int, verb: str, timeout_s: float | None = None) -> None:
-        """Returns when a rank's messages up to a number lie in their rooms.
+        """Returns when a rank's messages up to a number have been copied to their tensors.
 
         Args:
-            peer, number: whose, and up to which.
-            verb: names the call in errors.
-            timeout_s: None for the ranks' own.
+            peer, number: the rank that sends, and the number of its last message to wait for.
+            verb: name of the call, for errors.
+            timeout_s: longest time to wait; None for that of the mailboxes.
 
         Raises:
             CollectiveTimeoutError: if it took too long.
             PeerLostError: if that rank ended.
-            DisagreementError: if a message has another size than its room.
+            DisagreementError: if the sizes of a message and its tensor differ.
         """
         self._flags.verb, self._flags.limit_s = verb, timeout_s
         while self._num_taken[peer] < number:
@@ -107,7 +108,7 @@ class Mailboxes:
             self._take(peer)
 
     def _take(self, peer: int) -> None:
-        """Copies the next message of a rank out of its slot."""
+        """Copies a rank's next message out of its slot."""
         number = self._num_taken[peer] + 1
         word, slot = self._slot(peer, self.rank, number)
         room = self._rooms[peer][0]
@@ -123,7 +124,7 @@ class Mailboxes:
         self._flags.set(self._taken_from(peer), number, [peer])
 
     def _take_arrived(self) -> None:
-        """Takes all that is there."""
+        """Copies all messages that have arrived out of their slots."""
         for peer, rooms in enumerate(self._rooms):
             while rooms and self._flags.has_come(
                 peer, self._sent_to(self.rank), self._num_taken[peer] + 1
@@ -131,46 +132,46 @@ class Mailboxes:
                 self._take(peer)
 
     def _slot(self, sender: int, receiver: int, number: int) -> tuple[int, Tensor]:
-        """Where a message's size stands, and where the message."""
+        """The index of the word that holds a message's size, and the memory of the message."""
         place = receiver - (receiver > sender)
         slot = self._slots[sender, place, number % NUM_SLOTS]
         index = (sender * (self.size - 1) + place) * NUM_SLOTS + number % NUM_SLOTS
         return (self._slots_start + index * slot.nbytes) // 8, slot[_HEADER_BYTES:]
 
     def _sent_to(self, rank: int) -> int:
-        """The counter of messages to a rank."""
+        """The counter of messages sent to a rank."""
         return FIRST_FREE + rank
 
     def _taken_from(self, rank: int) -> int:
-        """The counter of messages that were taken from a rank."""
+        """The counter of messages taken from a rank."""
         return FIRST_FREE + self.size + rank
 
     def abort(self) -> None:
-        """Tells the others that this rank takes no part any more."""
+        """Tells the others that this rank takes part no more."""
         self._flags.close()
 
 
 class Arrival:
-    """The `Work` of a message that is to come.
+    """The `Work` of a message that is expected.
 
     Args:
-        mailboxes: through which.
-        peer, number: whose message, and which.
-        verb: names the call in errors.
+        mailboxes: the mailboxes through which it arrives.
+        peer, number: the rank that sends it, and the message's number.
+        verb: name of the call, for errors.
     """
 
     def __init__(self, mailboxes: Mailboxes, peer: int, number: int, verb: str) -> None:
         self._mailboxes, self._peer, self._number, self._verb = mailboxes, peer, number, verb
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the message lies in its room."""
+        """Waits until the message has been copied to its tensor."""
         self._mailboxes.wait(self._peer, self._number, self._verb, timeout_s)
 
     def is_completed(self) -> bool:
-        """Whether the message lies in its room."""
+        """Whether the message has been copied to its tensor."""
         return self._mailboxes.has_taken(self._peer, self._number)
 
 
 def _num_words(num_ranks: int) -> int:
-    """Of a rank's line: it counts what it sent to each, and what it took from each."""
+    """Words of a rank's line, which counts messages sent to and taken from each rank."""
     return FIRST_FREE + 2 * num_ranks

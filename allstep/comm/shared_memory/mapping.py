@@ -1,9 +1,9 @@
-"""How ranks come to map the same memory.
+"""Maps the same memory in several ranks.
 
 [Note: nameless memory] The first rank makes a file in memory without a name (memfd), and the
-others open it through /proc while that rank holds it open. It never stands in /dev/shm, so
-there is nothing to unlink, nothing that a process killed at any moment could leave behind, and
-no limit of /dev/shm's size: the kernel frees it with its last mapping.
+others open it through /proc while that rank holds it open. It is never listed in /dev/shm, so
+there is nothing to unlink, nothing that a process could leave behind if it is killed, and
+/dev/shm's size is no limit: the kernel frees the memory with its last mapping.
 """
 
 import logging
@@ -24,17 +24,17 @@ class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
     """The ranks cannot share memory; the message says why, the same on every rank."""
 
     def tell(self, rank: int, instead: str) -> None:
-        """Says on the first rank what is done instead, and why."""
+        """Logs on the first rank what is done instead, and why."""
         if rank == 0:
             logging.getLogger("allstep").warning("%s: %s", instead, self)
 
 
 class Wakeups:
-    """A pipe for each rank, into which the others write to wake it.
+    """One pipe per rank, into which the other ranks write to wake it.
 
     Attributes:
-        read_fd, write_fd: the ends of this rank's pipe.
-        pidfds: what can be polled for the end of another rank's process -> that rank.
+        read_fd, write_fd: the two ends of this rank's pipe.
+        pidfds: descriptor to poll for the end of another rank's process -> that rank.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Wakeups:
         self._write_fds: dict[int, int] = {}
 
     def connect(self, rank: int, pid: int, write_fd: int) -> None:
-        """Opens the end of a rank's pipe to write to, and watches its process."""
+        """Opens the writing end of a rank's pipe, and watches the rank's process."""
         if pid != os.getpid():
             self.pidfds[os.pidfd_open(pid)] = rank
         self._write_fds[rank] = os.open(
@@ -51,30 +51,30 @@ class Wakeups:
         )
 
     def wake(self, rank: int) -> None:
-        """Wakes a rank up."""
-        with suppress(BlockingIOError, BrokenPipeError):  # it is awake already; nobody is there
+        """Wakes a rank."""
+        with suppress(BlockingIOError, BrokenPipeError):  # a full pipe wakes it too; or it is gone
             os.write(self._write_fds[rank], b"!")
 
     def clear(self) -> None:
-        """Takes what the others have written."""
+        """Empties this rank's pipe."""
         with suppress(BlockingIOError):
             os.read(self.read_fd, 1 << 12)
 
     def __del__(self) -> None:
-        """Only with the last reference: a thread may still wait when the buffer is closed."""
+        """Closes all descriptors; not earlier, as a thread may wait when the buffer is closed."""
         for fd in (self.read_fd, self.write_fd, *self.pidfds, *self._write_fds.values()):
             os.close(fd)
 
 
 @dataclass(frozen=True)
 class SharedMapping:
-    """The memory that ranks share, and what wakes them.
+    """The memory that ranks share, and the pipes that wake them.
 
     Attributes:
-        memory: the same for all of them, zero at first.
-        pids: each rank's process.
-        wakeups: to wake ranks with.
-        names: what errors call them.
+        memory: the memory, the same for all ranks; zeros at first.
+        pids: the pid of each rank's process.
+        wakeups: the ranks' pipes.
+        names: names of the ranks, for errors.
     """
 
     memory: mmap.mmap
@@ -88,12 +88,12 @@ def map_shared(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> S
 
     Args:
         comm: the ranks.
-        num_bytes: how much, the same on all.
-        populate: whether all pages are mapped now, or each when it is first used.
+        num_bytes: size of the memory, the same on all ranks.
+        populate: whether to map all pages now, rather than each at its first use.
 
     Raises:
-        NotShared: on every rank, if one of them cannot.
-        DisagreementError: on every rank, if they want different sizes.
+        NotShared: on every rank, if one of them cannot share memory.
+        DisagreementError: on every rank, if the sizes differ.
     """
     memory = share_memory(comm, num_bytes, populate=populate)
     comm.wire.names.withdraw_report()
@@ -104,16 +104,16 @@ def map_shared(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> S
 
 
 def share_memory(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> mmap.mmap:
-    """Maps the same memory on all ranks of `comm`, zero at first. Collective; see `map_shared`.
+    """Maps the same memory, of zeros, on all ranks of `comm`. Collective; see `map_shared`.
 
     Raises:
-        NotShared: on every rank, if one of them cannot.
-        DisagreementError: on every rank, if they want different sizes.
+        NotShared: on every rank, if one of them cannot share memory.
+        DisagreementError: on every rank, if the sizes differ.
     """
     first = comm.wire.names.numbers[0]
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
     try:
-        agree(comm, f"share {num_bytes} bytes of memory")  # else they would see other places of it
+        agree(comm, f"share {num_bytes} bytes of memory")  # or ranks would use different offsets
         entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble))
         hosts, pids, fds, troubles = zip(*entries, strict=True)
         if troubles[0]:
@@ -132,7 +132,7 @@ def share_memory(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) ->
 
 
 def _check_all(comm: WorkerGroup, trouble: str) -> None:
-    """Raises on every rank if one of them has trouble."""
+    """Raises on every rank if one of them reports a problem."""
     for rank, other in enumerate(comm.all_gather_object(trouble)):
         if other:
             named = comm.wire.names.named(rank)
@@ -140,7 +140,7 @@ def _check_all(comm: WorkerGroup, trouble: str) -> None:
 
 
 def _host(comm: WorkerGroup) -> tuple[str, int, str]:
-    """Equal on ranks that can see each other's processes."""
+    """A value that is equal on CPU ranks that can see each other's processes."""
     return (
         own_space() or f"no /proc on rank {comm.rank}",
         comm.node_rank,
@@ -149,8 +149,9 @@ def _host(comm: WorkerGroup) -> tuple[str, int, str]:
 
 
 def _make(num_bytes: int) -> tuple[int, str]:
-    """The file's descriptor, or what went wrong. Its pages are there before they are used:
-    a full memory would end the process at some later write.
+    """Makes the file; returns its descriptor and an error's text.
+
+    Its pages are allocated now: if memory were full, a later write would kill the process.
     """
     fd = -1
     try:
@@ -164,7 +165,7 @@ def _make(num_bytes: int) -> tuple[int, str]:
 
 
 def _map(pid: int, fd: int, num_bytes: int, populate: bool) -> tuple[mmap.mmap | None, str]:
-    """The mapping, or what went wrong."""
+    """Maps the first rank's file; returns the mapping, or None, and an error's text."""
     own = -1
     try:
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -178,7 +179,7 @@ def _map(pid: int, fd: int, num_bytes: int, populate: bool) -> tuple[mmap.mmap |
 
 
 def _connect(wakeups: Wakeups, entries: Sequence[tuple[int, int]]) -> str:
-    """Opens the pipes of all ranks; returns what went wrong."""
+    """Opens the pipes of all ranks; returns an error's text, empty if all went well."""
     try:
         for rank, (pid, write_fd) in enumerate(entries):
             wakeups.connect(rank, pid, write_fd)

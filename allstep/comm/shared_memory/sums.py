@@ -1,26 +1,26 @@
-"""Sums over the ranks of one host, taken in memory that they share.
+"""Sums over the ranks of one host, in memory that they share.
 
-[Note: shared sums] A tensor goes through in pieces that fit a slot. Each rank fills its slot
-with what the others need of its piece, adds up its own slice of all ranks' pieces, in the
-order of ranks, and empties the others' slots of the slices that they have added up:
+[Note: shared sums] A tensor is summed in pieces that fit a slot. Each rank copies to its slot the
+part of its piece that the others need, adds up its own slice of all ranks' pieces, in the order of
+ranks, and copies from the others' slots the slices that they have added up:
 
     fill(s)      my slot s <- all of my piece but my slice          then FILLED = s
     reduce(s)    when all are FILLED: my slice of my slot s <- sum  then REDUCED = s
     collect(s)   when all are REDUCED: my piece <- others' slices   then EMPTIED = s
 
 These form a pipeline: in one round a rank fills a slot, reduces the one before and collects the
-one before that. Slots rotate, and a slot is filled again when all have EMPTIED it. A small
-tensor is filled whole and each rank adds up all of it: one wait instead of two, and the same
+one before that. Slots rotate, and a slot is filled again when all ranks have EMPTIED it. A small
+tensor is copied as a whole and each rank adds up all of it: one wait instead of two, and the same
 bits, since the order is the same.
 
-[Note: sums in place] What lies in a block needs no slots: each rank adds up its own slice of
-all ranks' tensors, in the order of ranks, and writes the sum to all of them:
+[Note: sums in place] Tensors in a block need no slots: each rank adds up its own slice of all
+ranks' tensors, in the order of ranks, and writes the sum to all of them:
 
     FILLED = s    my tensor is complete
     when all are FILLED: my slice of every rank's tensor <- sum      then REDUCED = s
     when all are REDUCED: my tensor is the sum
 
-Between a rank's FILLED and the last REDUCED the others write to its tensor; at no other time.
+Other ranks write to a rank's tensor only between its FILLED and the last REDUCED.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,29 +43,29 @@ from allstep.env import num_cores
 
 NUM_SLOTS = 4
 SMALL_BYTES = 1 << 18
-_LINE_BYTES = 64  # no two ranks write to one cache line
-_CHUNK_BYTES = 1 << 18  # all ranks' chunks and the sum stay in a core's cache
+_LINE_BYTES = 64  # size of a cache line, to which only one rank writes
+_CHUNK_BYTES = 1 << 18  # so that all ranks' chunks and the sum fit into a core's cache
 _HALVES = (torch.float16, torch.bfloat16)
 _MAX_CUTS = 256
 
 
 def default_slot_bytes(num_ranks: int) -> int:
-    """Pieces stay in a core's cache; where ranks take turns on a core, fewer turns pay more."""
+    """A size that fits a core's cache; larger if ranks share cores, for fewer switches."""
     return 1 << 20 if num_ranks <= num_cores() else 1 << 21
 
 
 class Block:
-    """Equally much memory for each of the CPU ranks of one host. Making it is collective.
+    """Shared memory with a part of equal size for each CPU rank of one host.
 
     Args:
-        comm: the ranks.
-        num_bytes: for each of them, the same on all.
+        comm: the ranks; all of them must make the block.
+        num_bytes: size of each rank's part, the same on all ranks.
 
     Attributes:
-        own: this rank's, uint8, zero at first. Tensors on it keep the memory alive.
+        own: this rank's part, uint8; zeros at first. Tensors in it keep the memory alive.
 
     Raises:
-        NotShared: on every rank, if one of them cannot.
+        NotShared: on every rank, if one of them cannot share memory.
         DisagreementError: on every rank, if `num_bytes` differ.
     """
 
@@ -77,13 +77,13 @@ class Block:
         self._chunks: dict[tuple[int, int, torch.dtype], list[list[Tensor]]] = {}
 
     def holds(self, flat: Tensor) -> bool:
-        """Whether a tensor lies in this rank's part."""
+        """Whether a tensor is in this rank's part."""
         return 0 <= self._offset(flat) < self.own.nbytes
 
     def chunks(self, flat: Tensor) -> list[list[Tensor]]:
-        """This rank's slice of a tensor in its part, as chunks of every rank's tensor there.
+        """Chunks of this rank's slice of the tensors at the offset of `flat` in every rank's part.
 
-        Making views takes longer than using them on little data, so they are kept.
+        For little data, making views takes longer than using them, so they are kept.
         """
         key = (self._offset(flat), flat.numel(), flat.dtype)
         if key not in self._chunks:
@@ -103,15 +103,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Cut:
-    """All ranks' slots for pieces of one length and dtype.
+    """Views of all ranks' slots for pieces of one length and dtype.
 
-    Making views takes longer than using them on little data, so they are kept.
+    For little data, making views takes longer than using them, so they are kept.
 
     Attributes:
-        rank: this one.
-        sizes: elements in each rank's slice.
+        rank: this rank.
+        sizes: number of elements in each rank's slice.
         whole: rank -> its slot.
-        slices: rank -> its slot, cut in slices.
+        slices: rank -> its slot, cut into slices.
     """
 
     rank: int
@@ -121,21 +121,22 @@ class Cut:
 
     @classmethod
     def of(cls, slots: Tensor, rank: int) -> "Cut":
-        """Cuts slots, [size, n]."""
+        """Cuts slots, [size, n], into slices."""
         whole = list(slots.unbind())
         slices = [cut_in_slices(slot, len(whole)) for slot in whole]
         return cls(rank, [len(piece) for piece in slices[rank]], whole, slices)
 
 
 class Piece:
-    """A piece of a tensor, cut as its slots are.
+    """A piece of a tensor, cut into the same slices as its slots.
 
     Attributes:
-        number: of the piece, counted from the buffer's first.
-        own: this rank's slice of the tensor.
-        total: where its sum goes in this rank's slot.
-        to_add: what it is the sum of, by rank.
-        to_fill, to_collect: (target, source) of what others add up, and of what they have.
+        number: number of the piece, counted from the buffer's first.
+        own: this rank's slice of the piece.
+        total: the slice of this rank's slot that its sum is written to.
+        to_add: the slices to be added, by rank.
+        to_fill, to_collect: (target, source) of the slices that others add up, and of those that
+            they have added up.
     """
 
     def __init__(self, cut: Cut, part: Tensor, number: int) -> None:
@@ -152,12 +153,12 @@ class Piece:
 
 
 class SharedBuffer:
-    """Memory that the CPU ranks of one host share, and the verbs that go through it.
+    """Memory that the CPU ranks of one host share, and the collectives that use it.
 
     Args:
-        mapping: what the ranks share.
-        rank: this one.
-        timeout_s: tells how long a wait may take.
+        mapping: the ranks' shared mapping.
+        rank: this rank.
+        timeout_s: function that returns the longest duration of a wait.
     """
 
     def __init__(self, mapping: SharedMapping, rank: int, timeout_s: Callable[[], float]) -> None:
@@ -178,11 +179,11 @@ class SharedBuffer:
 
         Args:
             comm: CPU ranks of one host.
-            slot_bytes: how much of a tensor is in work at once, a multiple of 64; rank 0's
-                counts. None for what suits the number of ranks and of cores that it may use.
+            slot_bytes: size of the pieces that are summed at a time, a multiple of 64; rank 0's
+                value counts. None for a size that suits the numbers of ranks and of rank 0's cores.
 
         Raises:
-            NotShared: on every rank, if one of them cannot.
+            NotShared: on every rank, if one of them cannot share memory.
         """
         slot_bytes = comm.broadcast_object(slot_bytes or default_slot_bytes(comm.size))
         num_bytes = lines_bytes(comm.size, NUM_SUM_WORDS) + comm.size * NUM_SLOTS * slot_bytes
@@ -198,7 +199,7 @@ class SharedBuffer:
             self._sum_small_(flat)
             return
         pieces = [Piece(self._cut(part, s), part, s) for s, part in self._numbered(flat)]
-        # Two rounds more than pieces, for the last to come out of the pipeline.
+        # Two more rounds than pieces, until the last piece has left the pipeline.
         for filled, reduced, collected in zip(
             [*pieces, None, None], [None, *pieces, None], [None, None, *pieces], strict=True
         ):
@@ -210,7 +211,7 @@ class SharedBuffer:
                 self._collect(collected)
 
     def sum_in_place_(self, flat: Tensor, block: Block) -> None:
-        """`sum_` of tensors that lie at the same place in every rank's part of a block.
+        """`sum_` of tensors at the same offset in every rank's part of a block.
 
         [Note: sums in place]
         """
@@ -271,7 +272,7 @@ class SharedBuffer:
         self._flags.set(EMPTIED, piece.number)
 
     def _numbered(self, flat: Tensor) -> list[tuple[int, Tensor]]:
-        """Pieces that fit a slot, numbered on from the last."""
+        """Pieces that fit a slot, numbered on from the last one."""
         first = self._num_pieces + 1
         if flat.nbytes <= self._slot_bytes:
             parts: Sequence[Tensor] = (flat,)
@@ -281,7 +282,7 @@ class SharedBuffer:
         return list(enumerate(parts, first))
 
     def _cut(self, part: Tensor, s: int) -> Cut:
-        """The views of piece number s's slots; made once for a length and a dtype."""
+        """Views of the slots for piece number s; made once per length and dtype."""
         key = (s % NUM_SLOTS, len(part), part.dtype)
         cut = self._cuts.get(key)
         if cut is None:
@@ -292,8 +293,9 @@ class SharedBuffer:
         return cut
 
     def close(self) -> None:
-        """Tells the others that this rank takes no part any more. The memory stays mapped as
-        long as a tensor looks at it.
+        """Tells the others that this rank takes part no more.
+
+        The memory stays mapped as long as a tensor uses it.
         """
         if self._is_open:
             self._is_open = False
@@ -301,7 +303,7 @@ class SharedBuffer:
 
 
 def cut_in_slices(flat: Tensor, num_ranks: int) -> Sequence[Tensor]:
-    """A tensor's slices, one a rank, in whole cache lines; the last ones may be short or empty."""
+    """A tensor's slices, one per rank, in whole cache lines; the last may be short or empty."""
     line = _LINE_BYTES // flat.itemsize
     step = -(-len(flat) // (num_ranks * line)) * line
     sizes = [min(step, max(len(flat) - r * step, 0)) for r in range(num_ranks)]
