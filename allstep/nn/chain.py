@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ def _named(part: ChainPart, found: Any) -> dict[str, Any]:
 
 
 def _in_order(parts: Sequence[ChainPart], inputs: Sequence[str]) -> list[ChainPart]:
-    """Each part after those whose outputs it takes; those in a circle are left out."""
+    """Each part after those whose outputs it takes."""
     order: list[ChainPart] = []
     there, left = set(inputs), list(parts)
     while ready := next((part for part in left if there.issuperset(part.inputs)), None):
@@ -246,20 +247,11 @@ def _fault(
     passed_on = set(inputs) & set(outputs)
     if passed_on:
         return f"Value `{min(passed_on)}` is an input and an output; no part makes it."
-    order = _in_order(parts, inputs)
-    if len(order) < len(parts):
-        circle = _circle([part for part in parts if part not in order])
-        return f"Parts wait for each other in a circle: {' -> '.join(circle)}."
+    maker = {name: part.name for part in parts for name in part.outputs}
+    waits_for = {part.name: [maker[n] for n in part.inputs if n in maker] for part in parts}
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        circle = " -> ".join(f"`{name}`" for name in error.args[1])
+        return f"Parts wait for each other in a circle: {circle}."
     return None
-
-
-def _circle(parts: Sequence[ChainPart]) -> list[str]:
-    """Names around a circle, of parts that each take what another of them makes."""
-    maker = {name: part for part in parts for name in part.outputs}
-    seen = [parts[0]]
-    while True:
-        before = next(maker[name] for name in seen[-1].inputs if name in maker)
-        if before in seen:
-            around = [*seen[seen.index(before) :], before]
-            return [f"`{part.name}`" for part in reversed(around)]
-        seen.append(before)
