@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# The stub lists what is offered, for type checkers and for us: name -> module that has it.
+# The stub lists the public names, for type checkers and for this module: name -> its module.
 _LINES = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8").splitlines()
 _MODULE_OF = {
     line.split()[-1]: line.split()[1] for line in _LINES if line.startswith("from allstep")

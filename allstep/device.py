@@ -19,7 +19,7 @@ from torch import Tensor
 # What to do, for error messages.
 HIDE_ACCELERATORS = "hide the GPUs: CUDA_VISIBLE_DEVICES= before the command"
 
-_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3  # between looks at an event
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3  # between two queries of an event
 
 
 class Event(Protocol):

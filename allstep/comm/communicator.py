@@ -24,9 +24,9 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     """One worker's handle of a group of workers; made by `init`, `split` or `single_process`.
 
     Every rank must make the same calls in the same order. Every wait ends after `timeout_s`
-    with CollectiveTimeoutError, or at once with PeerLostError when another rank failed. Exceptions
-    are sums and equal-sized exchanges of GPU tensors with shapes that were agreed on before: the
-    host doesn't wait for them, and if a rank is missing, NCCL ends the others' processes.
+    with CollectiveTimeoutError, or at once with PeerLostError when another rank failed. This does
+    not hold for sums and equal-sized exchanges of GPU tensors whose shapes were compared before:
+    the host doesn't wait for them, and if a rank is missing, NCCL ends the others' processes.
 
     Attributes:
         rank, size: this worker's number, and the number of workers.

@@ -242,7 +242,7 @@ def _of_several_workers(model: nn.Module, kind: type[_Parts]) -> dict[str, _Part
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """How each parameter is sharded that is, by its name in the model."""
+    """The model's sharded parameters: name -> how the parameter is sharded."""
     return {
         f"{prefix}.{name}" if prefix else name: shard
         for prefix, module in model.named_modules()
@@ -252,7 +252,7 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The module's own parameters by name, even in a call that uses others in place of shards."""
+    """The module's own parameters by name, even during a call with others in place of shards."""
     found = {name: p for name, p in module._parameters.items() if p is not None}
     for hook in _shard_hooks(module):
         found.update(hook.local)

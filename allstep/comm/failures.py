@@ -120,7 +120,7 @@ class explained:  # noqa: N801 (called as a function; each call of a step enters
 
 
 def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLostError | None:
-    """The error that names the lost rank, if a call of torch's own lost one, as those of DTensors.
+    """The error that names the lost rank, if a call of torch's own (as a DTensor's) lost one.
 
     Args:
         error: any error.

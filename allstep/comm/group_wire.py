@@ -243,7 +243,7 @@ class GroupWire:
         )
         with self._noting:
             self._under_way.append(work)
-            if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # not in each call
+            if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # but not in each call
                 self._under_way = self._not_ended()
                 self._num_not_ended = len(self._under_way)
         return work

@@ -163,7 +163,7 @@ def _join_launch(
 ) -> Communicator:
     """Initialises torch.distributed for the launcher's variables.
 
-    A thread does it, because the backend may wait longer than its timeout.
+    This runs in a thread, because the backend may wait longer than its timeout.
     """
     # Its functions keep the default group at the time of their import as a default argument, and an
     # optimizer's first step imports them: the group would outlive `close`, and with it threads that
@@ -214,10 +214,11 @@ def _close_at_exit(comm_ref: "ref[Communicator]", pid: int) -> None:
 
 
 def check_descriptors(launch: Launch) -> None:
-    """Raises the limit of file descriptors for the connections between workers, if need be.
+    """Raises the limit of file descriptors for the connections between workers, if necessary.
 
-    [Note: descriptors] A group of n workers takes n + 4 descriptors on each, its store 2 n + 13 on
-    rank 0; `attach` makes two groups, and shared memory takes 1 for each worker of this node.
+    [Note: descriptors] A group of n workers needs n + 4 descriptors on each rank, and its store
+    2 n + 13 on rank 0. `attach` makes two groups, and shared memory needs one descriptor for each
+    worker of this node.
 
     Raises:
         UsageError: if the system does not allow as many as `init` needs.
@@ -242,7 +243,7 @@ def check_descriptors(launch: Launch) -> None:
 def _meet(
     launch: Launch, device: torch.device, timeout_s: float, rendezvous: Rendezvous
 ) -> RankNames:
-    """Finds the other workers and connects with them."""
+    """Finds the other workers and connects to them."""
     with translated("init", launch.rank, launch.size, timeout_s):
         served = _stores.get(launch) or rendezvous.connect()
         served.set_timeout(timedelta(seconds=timeout_s))
@@ -294,7 +295,7 @@ def choose_device(
 
     Args:
         device: the device that the user requested; None for an accelerator if there is one; "cuda"
-            without a number for the GPU with the local rank's number, or the only visible one.
+            without an index for the GPU whose index is the local rank, or the only visible one.
         local_rank, local_size: this worker's number on its node, and the number of workers there.
     """
     if device is None:

@@ -1,7 +1,7 @@
 """Chooses the address at which each host is reached, and checks that the others do reach it.
 
 [Note: own address] By default Gloo looks up the host's own name; on stock Debian this gives
-127.0.1.1, the loopback address, which no other host reaches. So each worker takes the address from
+127.0.1.1, a loopback address, which no other host reaches. So each worker takes the address from
 which the system sends to MASTER_ADDR. On rank 0's host this may be a loopback address, too; it
 then takes the address from which it sends to another host. Then one worker per host opens a port,
 those of other hosts connect to it, and all workers get an error about a host that can't be reached,
@@ -176,7 +176,7 @@ def _tunnel(rank: int, own: _Own, places: Sequence[Place]) -> str:
 
 
 def _may_be_one(one: Place, other: Place) -> bool:
-    """Whether two workers may be on one machine: whether boot ids are equal, if known."""
+    """Whether two workers may be on one machine: not if both boot ids are known and differ."""
     boots = [place.space.partition(" ")[0] for place in (one, other)]
     return not all(boots) or boots[0] == boots[1]
 

@@ -1,4 +1,4 @@
-"""The rank of a process among how many workers."""
+"""A process's rank, the number of workers, and where they meet."""
 
 import zlib
 from dataclasses import dataclass
