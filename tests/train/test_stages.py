@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
 
 import allstep
 from allstep import Communicator, Stage, Task, TrainOptions, UsageError
@@ -149,6 +149,26 @@ def poisoned(step: int, *, samples: bool = False) -> Task:
 def test_nonfinite_raise_names_step_and_parameter(tmp_path: Path) -> None:
     with pytest.raises(AllstepError, match=r"Step 2: the gradient of 0.weight, 1.weight"):
         allstep.fit(poisoned(2), make_options(), Communicator.single_process(), tmp_path)
+
+
+def test_sparse_gradients_of_a_single_worker_are_looked_at(tmp_path: Path) -> None:
+    """Several workers refuse them."""
+    rows, comm = TensorDataset(torch.arange(8)[:, None]), Communicator.single_process()
+
+    def task(factor: float) -> Task:
+        return Task(
+            model=nn.Embedding(8, 2, sparse=True),
+            train_set=rows,
+            test_set=rows,
+            loss=lambda model, data: factor * model(data[0]).square().mean(),
+            metrics=lambda model, data: {"rows": (0.0, len(data[0]))},
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+
+    options = TrainOptions(epochs=1, global_batch=4, micro_batch=2)
+    assert allstep.fit(task(1.0), options, comm, tmp_path / "fine").num_steps == 2
+    with pytest.raises(AllstepError, match="Step 0: the gradient of weight, "):
+        allstep.fit(task(torch.nan), options, comm, tmp_path / "bad")
 
 
 def test_nonfinite_skip_counts_the_step(tmp_path: Path) -> None:
