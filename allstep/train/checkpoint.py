@@ -408,9 +408,7 @@ class Checkpoints:
         try:
             discard(path, self._disk)
         except OSError as error:
-            if (
-                path.exists()
-            ):  # otherwise another worker, which the others left behind, has deleted it
+            if path.exists():  # else a worker that the others left behind has deleted it
                 _logger.warning("%s could not be deleted (%s)", path, error)
 
 

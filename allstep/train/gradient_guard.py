@@ -36,9 +36,8 @@ class GradientGuard:
         self._watched: list[tuple[str, nn.Parameter]] = []
         self._seen = _state_of(self._watched)
         self._rates: list[tuple[Optimizer, list[object]]] = []
-        self._earlier: list[
-            str
-        ] = []  # names of experts' parameters that had a gradient before the batch
+        # Names of experts' parameters that had a gradient before the batch.
+        self._earlier: list[str] = []
 
     def note_earlier(self) -> None:
         """Called before any backward pass of the batch, including experts' for other workers."""

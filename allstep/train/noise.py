@@ -86,9 +86,8 @@ class NoiseProbe:
         """Measures the norm of `p.grad`, which holds only the current micro-batch's share."""
         norm = self._squared_norm(self._exchange.local_gradients().values())
         share = batch.gradient_share
-        self._micro = (
-            norm / share**2 if share else norm * math.nan
-        )  # without weight it says nothing
+        # Without a share it says nothing.
+        self._micro = norm / share**2 if share else norm * math.nan
 
     def see_global(self, batch: Batch) -> None:
         """Measures the norm of the global gradient in `p.grad`, if the step is measured."""
