@@ -1,4 +1,4 @@
-"""Predicts what more workers would bring, from numbers only; nothing here needs torch."""
+"""Predicts what more workers would bring, from figures only; nothing here needs torch."""
 
 from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
 from allstep.plan.cluster import Cluster

@@ -1,4 +1,4 @@
-"""What each policy costs in accuracy, as far as that has been measured."""
+"""The cost of each policy in accuracy, where it has been measured."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from allstep.plan.policies import PolicySpec
 
 @dataclass(frozen=True)
 class AccuracyCost:
-    """Points of accuracy lost against fp32 at equal epochs; negative is a gain.
+    """Percentage points of accuracy lost against fp32 after equal epochs; negative is a gain.
 
     Attributes:
-        mean: over seeds.
+        mean: mean over seeds.
         std: standard deviation over seeds.
     """
 
@@ -24,7 +24,7 @@ class AccuracyCost:
     std: float
 
     def __str__(self) -> str:
-        """The cost in a table's words.
+        """The cost as a table shows it.
 
         >>> print(AccuracyCost(0.12, 0.2), AccuracyCost(-0.04, 0.1))
         0.12 +- 0.20 -0.04 +- 0.10
@@ -34,12 +34,12 @@ class AccuracyCost:
 
 @dataclass(frozen=True)
 class AccuracyTable:
-    """Costs by the name of a policy, and the task they were measured on.
+    """The costs of policies, and the task on which they were measured.
 
     Attributes:
-        task: in words; None if nothing has been measured.
-        num_workers: of the measured training; local SGD may lose more with more workers.
-        points_lost: by policy name.
+        task: description of the task; None if nothing has been measured.
+        num_workers: workers of the measured training; local SGD may lose more with more workers.
+        points_lost: name of a policy -> its cost.
     """
 
     task: str | None
@@ -47,7 +47,7 @@ class AccuracyTable:
     points_lost: Mapping[str, AccuracyCost]
 
     def cost(self, policy: PolicySpec) -> AccuracyCost | None:
-        """The cost of a policy: none by its nature, as measured, or None if not measured."""
+        """The cost of a policy: 0 if it is lossless, else as measured; None if not measured."""
         if is_lossless(policy):
             return AccuracyCost(0.0, 0.0)
         return self.points_lost.get(policy.name)
@@ -71,10 +71,10 @@ def is_lossless(policy: PolicySpec) -> bool:
 
 @cache
 def measured_accuracy() -> AccuracyTable:
-    """The costs that come with the package, from `accuracy_cost.json`.
+    """The measured costs that come with the package, from `accuracy_cost.json`.
 
     Returns:
-        Points of accuracy lost by policy, and the task of the measurement.
+        Points of accuracy lost by each policy, and the task of the measurement. The file's format:
 
     {"task": "what was trained, epochs, seeds, workers", "num_workers": workers,
      "points_lost": {"name of a policy": {"mean": points, "std": points}, ...}}

@@ -1,4 +1,4 @@
-"""When the wire is busy, and how far compute gets meanwhile."""
+"""When the network is busy, and how far compute gets meanwhile."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 @dataclass
 class Activity:
-    """Intervals in which the wire is busy, one after the other, and compute is slower for it.
+    """Successive intervals in which the network is busy and compute is slower for it.
 
-    [Note: progress] Compute progresses along a broken line through time: by a second in a second
-    while the wire is idle, by less while it is busy. Work is a step up along that line, so that
-    whoever keeps progress instead of time just adds. What lies ahead counts as idle until an
-    interval is put there; that may only be after everyone's present, or progress made already
-    would change.
+    [Note: progress] The progress of compute is a piecewise linear function of time: it grows by a
+    second per second while the network is idle, and by less while it is busy. Work adds its seconds
+    to a worker's progress, so a clock that keeps progress instead of time only has to add. The
+    network counts as idle after the last interval. A new interval may only begin after the present
+    of every worker: otherwise, progress that has been made already would change.
 
     """
 
@@ -24,27 +24,27 @@ class Activity:
 
     @property
     def free_s(self) -> float:
-        """When the wire is free again."""
+        """The time at which the network is free again."""
         return self._times[-1]
 
     def occupy(self, start_s: float, end_s: float, slowdown: float = 0.0) -> None:
-        """Adds an interval after all others, in which compute takes longer by `slowdown`."""
+        """Adds an interval after the last, in which compute takes 1 + `slowdown` times as long."""
         assert self.free_s <= start_s <= end_s
         before = self._progress[-1] + (start_s - self.free_s)
         self._times += [start_s, end_s]
         self._progress += [before, before + (end_s - start_s) / (1 + slowdown)]
 
     def forget_before(self, progress: float) -> None:
-        """Drops the intervals that everyone's progress has left behind."""
+        """Drops the intervals that end before `progress`, which every worker has reached."""
         num_old = max(0, min(bisect_right(self._progress, progress), len(self._times)) - 1)
         del self._times[:num_old], self._progress[:num_old]
 
     def progress_at(self, time_s: float) -> float:
-        """How far compute without pause is at a time."""
+        """The progress that compute without pauses has reached at a time."""
         return _interpolate(time_s, self._times, self._progress)
 
     def time_at(self, progress: float) -> float:
-        """When compute without pause is that far.
+        """The time at which compute without pauses reaches `progress`.
 
         >>> wire = Activity()
         >>> wire.occupy(1.0, 3.0, slowdown=1.0)
@@ -64,7 +64,7 @@ class Activity:
 
 
 def _interpolate(x: float, xs: list[float], ys: list[float]) -> float:
-    """Along a broken line that goes on with slope 1 at both ends."""
+    """The value at `x` of a piecewise linear function that goes on with slope 1 at both ends."""
     index = bisect_right(xs, x)
     if index in (0, len(xs)):
         end = min(index, len(xs) - 1)

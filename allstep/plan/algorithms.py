@@ -1,8 +1,8 @@
-"""What each all-reduce algorithm does: one row of phases for each, from which all costs follow.
+"""The all-reduce algorithms as sequences of phases, from which all their costs follow.
 
-A phase says what the worker of a rank sends, to the byte, and which path all workers wait for:
-messages that follow one another, the link that they take, how many workers share it, and how many
-bytes the busiest worker adds up.
+A phase says how many bytes the worker of a rank sends, exactly, and which critical path all workers
+wait for: successive messages, the link on which they travel, how many workers share it, and how
+many bytes the busiest worker adds up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from allstep.plan.phases import (
 )
 
 ALGORITHMS: Mapping[str, tuple[Phase, ...]] = {
-    "native": (Ring(),),  # a backend's own is not known; no algorithm sends fewer bytes than a ring
+    "native": (Ring(),),  # the backend's is unknown; no algorithm sends fewer bytes than a ring
     "ring": (Ring(),),
     "halving_doubling": (Pairs(halves=True),),
     "recursive_doubling": (Pairs(halves=False),),
@@ -35,14 +35,14 @@ ALGORITHMS: Mapping[str, tuple[Phase, ...]] = {
 def traffic_of(
     phases: Sequence[Phase], nodes: Nodes, rank: int, num_elements: int, element_bytes: int
 ) -> Traffic:
-    """What the worker of a rank sends in phases that follow one another.
+    """The traffic of the worker of a rank in successive phases.
 
     Args:
-        phases: such as a row of `ALGORITHMS`.
-        nodes: whose workers all take part, counted node by node.
-        rank: of the worker.
-        num_elements: of the tensor.
-        element_bytes: bytes of each on the wire.
+        phases: the phases, such as a value of `ALGORITHMS`.
+        nodes: the nodes; all their workers take part, with ranks counted node by node.
+        rank: rank of the worker.
+        num_elements: number of elements of the tensor.
+        element_bytes: bytes of an element on the wire.
 
     >>> from allstep.plan.nodes import Link
     >>> four = Nodes(num_nodes=1, workers_per_node=4, intra=Link(bandwidth_bps=80e9))
@@ -56,7 +56,7 @@ def traffic_of(
 
 
 def path_of(phases: Sequence[Phase], nodes: Nodes, num_bytes: float) -> list[Transfer]:
-    """What all workers wait for in phases that follow one another.
+    """The critical path of successive phases: the transfers that all workers wait for.
 
     >>> from allstep.plan.nodes import Link
     >>> eight = Nodes(num_nodes=1, workers_per_node=8, intra=Link(bandwidth_bps=80e9))

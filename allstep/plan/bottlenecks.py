@@ -1,4 +1,4 @@
-"""What keeps N workers from being N times as fast as one.
+"""The reasons why N workers are not N times as fast as one.
 
 num_workers / speed-up = product of the bottlenecks' factors
 """
@@ -11,12 +11,12 @@ from allstep.plan.time_to_target import Target
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """One of the reasons.
+    """One reason why workers are slower than they could be.
 
     Attributes:
-        factor: how many times as fast the workers would be without it; 1 if they lose nothing.
-        reason: what it is, in words.
-        cure: what would make it less.
+        factor: how many times as fast the workers would be without it; 1 if it costs nothing.
+        reason: the reason in words.
+        cure: what would reduce it.
     """
 
     factor: float
@@ -28,8 +28,8 @@ def bottlenecks(prediction: Prediction, target: Target | None = None) -> list[Bo
     """All bottlenecks of a prediction, always in the same order.
 
     Args:
-        prediction: of some workers.
-        target: if the samples to a target count, and not only samples per second.
+        prediction: a prediction for some number of workers.
+        target: a target, to count the samples that it takes, and not only samples per second.
     """
     found = [
         _exchange(prediction),
@@ -47,14 +47,14 @@ def bottlenecks(prediction: Prediction, target: Target | None = None) -> list[Bo
 
 
 def largest_bottleneck(prediction: Prediction, target: Target | None = None) -> Bottleneck:
-    """What costs most."""
+    """The bottleneck that costs most."""
     return max(bottlenecks(prediction, target), key=lambda bottleneck: bottleneck.factor)
 
 
 def growing_bottleneck(
     few: Prediction, many: Prediction, target: Target | None = None
 ) -> Bottleneck:
-    """What costs `many` workers most, against `few`."""
+    """The bottleneck whose cost grows most from `few` workers to `many`."""
     pairs = zip(bottlenecks(few, target), bottlenecks(many, target), strict=True)
     return max(pairs, key=lambda pair: pair[1].factor / pair[0].factor)[1]
 
@@ -82,7 +82,7 @@ def _idle_workers(prediction: Prediction) -> Bottleneck:
 
 
 def _slower_compute(prediction: Prediction) -> Bottleneck:
-    """Workers that share cores are slower than a single one, and each makes the whole update."""
+    """Workers that share cores are slower than a single one, and each does the whole update."""
     num_busy = prediction.num_workers * (1 - prediction.idle_share)
     lone_s = prediction.global_batch / prediction.single_worker_samples_per_s
     factor = num_busy * (prediction.report.compute_s - prediction.copy.waits_s) / lone_s
@@ -105,7 +105,7 @@ def _slower_compute(prediction: Prediction) -> Bottleneck:
 
 
 def _activations(prediction: Prediction) -> Bottleneck:
-    """Workers of a copy wait for each other after each half of a block, and between stages."""
+    """Workers of a copy wait for each other after each half block, and between stages."""
     report, copy = prediction.report, prediction.copy
     waits_s, busy_s = copy.activations_s, report.compute_s - copy.bubble_s - copy.sharding_s
     return Bottleneck(

@@ -1,4 +1,4 @@
-"""A cluster as a handful of numbers: its nodes, its speed, and what was measured on it."""
+"""A cluster in figures: its nodes, its speed, and what was measured on it."""
 
 from dataclasses import dataclass, replace
 
@@ -12,20 +12,21 @@ class Cluster(Nodes):
     """Equal nodes with equal workers, how fast they are, and what slows them.
 
     Args:
-        name: for tables.
+        name: name to show in tables.
         num_nodes, workers_per_node, intra, inter, copy_bytes_per_s, has_shared_memory: as in
             `Nodes`.
-        samples_per_s: throughput of one worker on `workload`, where known.
-        workload: what `samples_per_s` was measured on.
+        samples_per_s: throughput of one worker on `workload`; None if it is unknown.
+        workload: description of the training on which `samples_per_s` was measured.
         compute_slowdown: how much longer compute takes while a worker communicates; 0.1 is 10 %.
         communication_slowdown: how much longer communication takes while workers compute.
         source: where the numbers come from, and how far they can be trusted.
-        burst_s: by how many seconds a link may get ahead of its bandwidth while it is idle, as
-            behind a token bucket of a cloud or a shaper; 0 for a plain cable.
+        burst_s: seconds of credit that an idle link may collect, to exceed its bandwidth
+            afterwards, as with the token bucket of a cloud or of a traffic shaper; 0 for a plain
+            cable.
         bucketing_s_per_byte: seconds of a worker's compute to copy a byte of the gradient into
             its bucket, or out of it.
-        gradient_s: seconds of a worker's compute to take up a gradient, whatever its size.
-        collectives: measured on all of these workers; they go before the formulas.
+        gradient_s: seconds of a worker's compute to handle a gradient, whatever its size.
+        collectives: times measured on all of these workers; they take precedence over formulas.
 
     Raises:
         UsageError: for numbers out of range or that contradict each other.
@@ -52,14 +53,14 @@ class Cluster(Nodes):
             check_not_negative(name, getattr(self, name), "0 if it isn't known")
 
     def of(self, num_workers: int, *, argument: str = "num_workers") -> "Cluster":
-        """The part that `num_workers` fill, node by node.
+        """The part of the cluster that `num_workers` fill, node by node.
 
         Args:
-            num_workers: 1 to all of them; beyond one node a multiple of `workers_per_node`.
-            argument: what the caller names it, for messages.
+            num_workers: number of workers; if more than one node, a multiple of `workers_per_node`.
+            argument: the caller's name of `num_workers`, for error messages.
 
         Raises:
-            UsageError: if there aren't as many, or they would leave a node half filled.
+            UsageError: if the cluster has fewer workers, or they would fill a node in part only.
 
         >>> from allstep.plan.nodes import Link
         >>> node = Link(bandwidth_bps=80e9)
@@ -88,6 +89,6 @@ class Cluster(Nodes):
         return replace(part, num_nodes=num_workers // per_node)
 
     def measured(self, compression: str, algorithm: str) -> MeasuredCollective | None:
-        """What was measured of a format and an algorithm, if anything was."""
+        """The measurement of a format and an algorithm; None if there is none."""
         wanted = (compression, algorithm)
         return next((c for c in self.collectives if (c.compression, c.algorithm) == wanted), None)

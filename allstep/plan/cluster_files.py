@@ -1,4 +1,4 @@
-"""Clusters as small TOML files, and the ones that come with the package."""
+"""Reads clusters from small TOML files, some of which come with the package."""
 
 import tomllib
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def preset_names() -> list[str]:
     """Names of the clusters that come with the package.
 
     Returns:
-        The names, sorted; `read_cluster` takes them.
+        The names, sorted; `read_cluster` accepts them.
     """
     folder = files("allstep.plan") / "presets"
     return sorted(
@@ -44,7 +44,8 @@ def read_cluster(name: str) -> Cluster:
         The cluster.
 
     Raises:
-        UsageError: if there is neither, or the file is no cluster; says which key and why.
+        UsageError: if there is no such preset or file, or the file describes no valid cluster; the
+            message says which key is wrong, and why.
 
     >>> read_cluster("mn-1").num_workers
     1024
@@ -66,7 +67,12 @@ def read_cluster(name: str) -> Cluster:
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
-    """The cluster that the text of a TOML file describes; `where` is for messages."""
+    """The cluster that the text of a TOML file describes.
+
+    Args:
+        text: the text.
+        where: name of the file, for error messages; its stem is the cluster's default name.
+    """
     try:
         table = tomllib.loads(text)
         return _cluster(table, Path(where).stem)
@@ -101,7 +107,7 @@ def _link(table: dict[str, Any], name: str) -> Link:
 
 
 def _hints(kind: type[Cluster | Link]) -> dict[str, Any]:
-    """What a file may say of it: the fields whose values a file can hold."""
+    """The fields of `kind` whose values a file can hold, with their types."""
     hints = {name: (get_args(hint) or (hint,))[0] for name, hint in get_type_hints(kind).items()}
     return {name: hint for name, hint in hints.items() if hint in _KINDS}
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a bucket's exchange: the alpha-beta-gamma model.
+"""Bytes and seconds of a bucket's exchange, by the alpha-beta-gamma model.
 
 seconds = alpha * messages + beta * bytes + gamma * bytes that are summed
 """
@@ -19,7 +19,7 @@ def collective_s(
     num_elements: int,
     element_bytes: int = FLOAT32_BYTES,
 ) -> float:
-    """Seconds in which the sum of `num_elements` of `element_bytes` each is on the wire.
+    """Seconds of an exchange of `num_elements` of `element_bytes` each, without encoding.
 
     >>> from allstep.plan.nodes import Link
     >>> link = Link(bandwidth_bps=8e9, latency_s=0.001)
@@ -45,7 +45,7 @@ def bucket_traffic(
     num_elements: int,
     element_bytes: int = FLOAT32_BYTES,
 ) -> Traffic:
-    """What the worker of a rank sends so that all have the sum of a bucket, to the byte.
+    """The exact traffic of the worker of a rank in the exchange of a bucket.
 
     >>> from allstep.plan.nodes import Link
     >>> four = Nodes(num_nodes=1, workers_per_node=4, intra=Link(bandwidth_bps=80e9))
@@ -64,9 +64,9 @@ def bucket_traffic(
 def encode_s(
     compression: str, cluster: Cluster, num_elements: int, element_bytes: int = FLOAT32_BYTES
 ) -> float:
-    """Seconds to encode and decode `num_elements`, at the memory's speed.
+    """Seconds to encode and decode `num_elements`, limited by memory bandwidth.
 
-    A copy reads and writes each byte, so that n bytes touched take the time of copying n / 2.
+    A copy reads and writes each byte, so reading or writing n bytes takes as long as copying n / 2.
     """
     touched_bytes = COMPRESSIONS[compression].touched_bytes(element_bytes) * num_elements
     return touched_bytes / (2 * cluster.copy_bytes_per_s)
@@ -77,10 +77,10 @@ class BucketCost:
     """Seconds and slowdowns of a bucket's exchange.
 
     Attributes:
-        seconds: encoding and decoding included, with nothing beside it.
-        latency_s: of these, what no head start of an idle link can save.
-        compute_slowdown: how much longer compute takes beside it.
-        communication_slowdown: how much longer it takes beside compute.
+        seconds: seconds with encoding and decoding, while nothing else runs.
+        latency_s: the part of `seconds` that the credit of an idle link can't save.
+        compute_slowdown: how much longer compute takes during the exchange; 0.1 is 10 %.
+        communication_slowdown: how much longer the exchange takes during compute; 0.1 is 10 %.
     """
 
     seconds: float = 0.0
@@ -102,10 +102,12 @@ def bucket_cost(
     Args:
         compression: one of `COMPRESSIONS`.
         algorithm: one of `ALGORITHMS`.
-        cluster: all of it takes part.
-        num_elements: of the bucket.
-        core_share: how much of the time compute needs the cores; it slows nothing where it sleeps.
-        element_bytes: of the gradients; what was measured was float32, and counts by bytes sent.
+        cluster: the cluster; all its workers take part.
+        num_elements: number of elements of the bucket.
+        core_share: share of the time in which compute needs the cores; only then do compute and
+            the exchange slow each other down.
+        element_bytes: bytes of a gradient's element. Measurements are of float32; for other sizes
+            they are scaled by the bytes that are sent.
     """
     if cluster.num_workers == 1:
         return BucketCost()

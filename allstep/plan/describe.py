@@ -1,4 +1,4 @@
-"""Predictions in words, characters and plain data."""
+"""Predictions as words, text charts and plain data."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +13,7 @@ _COLUMN = 7
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration with three digits and a fitting unit.
+    """A duration with three digits and a suitable unit.
 
     Args:
         seconds: the duration.
@@ -32,11 +32,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def times_text(ratio: float, decimals: int = 2) -> str:
-    """A ratio with so many decimals, or two digits where these would be zeros.
+    """A ratio with that many decimals, or with two digits where these would be zeros.
 
     Args:
-        ratio: the number.
-        decimals: after the point.
+        ratio: the ratio.
+        decimals: digits after the decimal point.
 
     Returns:
         The text, such as "1.85x".
@@ -49,13 +49,13 @@ def times_text(ratio: float, decimals: int = 2) -> str:
 
 
 def plain_data(prediction: Prediction) -> dict[str, Any]:
-    """All numbers of a prediction, for JSON.
+    """All figures of a prediction, for JSON.
 
     Args:
-        prediction: of a policy on some number of workers.
+        prediction: the prediction.
 
     Returns:
-        Name -> value; None for what isn't known.
+        Name -> value; None for a value that is unknown.
     """
     report, policy = prediction.report, prediction.policy
     return {
@@ -82,12 +82,12 @@ def plain_data(prediction: Prediction) -> dict[str, Any]:
 
 
 def chart(predictions: Sequence[Prediction]) -> list[str]:
-    """Efficiency over workers in characters: a letter for each policy.
+    """A text chart of efficiency over the number of workers, with a letter for each policy.
 
     Each number of workers has a column; policies of the same efficiency stand side by side.
 
     Args:
-        predictions: of at most six policies.
+        predictions: predictions for at most six policies.
 
     Returns:
         The lines.
@@ -115,11 +115,11 @@ def chart(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def timeline(spans: Sequence[Span], width: int) -> list[str]:
-    r"""A step in characters: a line for compute, one for the wire, and what is what.
+    r"""A text chart of a step: a line for compute, one for the network, and a key.
 
     Args:
-        spans: of one round.
-        width: columns to fill.
+        spans: the spans of one round of a simulation.
+        width: width of the chart in characters.
 
     Returns:
         The lines; the last one is the key.

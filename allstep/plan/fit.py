@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a link from timed collectives."""
+"""Estimates the latency and bandwidth of a link from timed collectives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Fit:
-    """A link and how well it explains what was timed.
+    """A link, and how well it explains the timings.
 
     Attributes:
-        link: latency and bandwidth as achieved, the sums included.
-        errors: predicted / timed - 1, one for each timing.
+        link: latency and bandwidth as achieved, the time of the additions included.
+        errors: predicted / timed - 1 for each timing.
     """
 
     link: Link
@@ -33,20 +33,22 @@ class Fit:
 
 
 def fit_link(timings: Sequence[Timing], algorithm: str = "ring") -> Fit:
-    """The latency and bandwidth that explain timed all-reduces best.
+    """Fits the latency and bandwidth that explain timed all-reduces best.
 
-    seconds = latency_s * messages + bytes * 8 / bandwidth_bps, in least squares of the
-    *relative* error, so that short collectives count as much as long ones
+    seconds = latency_s * messages + bytes * 8 / bandwidth_bps
+
+    The fit takes least squares of the *relative* errors, so that short collectives count as much as
+    long ones.
 
     Args:
-        timings: of at least two sizes; workers all joined by the same kind of link.
-        algorithm: that was timed.
+        timings: timings of at least two sizes; all workers are joined by the same kind of link.
+        algorithm: the algorithm that was timed.
 
     Returns:
-        The link, and by how much it misses each timing.
+        The link, and its error for each timing.
 
     Raises:
-        UsageError: for an unknown algorithm, too few sizes, or time that doesn't grow with size.
+        UsageError: for an unknown algorithm, too few sizes, or times that don't grow with size.
 
     >>> link = Link(bandwidth_bps=1e9, latency_s=1e-4)
     >>> timed = [Timing(2, n, link.seconds(n, 2)) for n in (1000, 1_000_000)]
@@ -81,7 +83,7 @@ def _messages_and_bytes(timing: Timing, algorithm: str) -> tuple[float, float]:
 
 
 def _solve(rows: np.ndarray) -> tuple[float, float]:
-    """Least squares of rows @ (latency, s per byte) = 1 with a latency of 0 or more."""
+    """The least-squares solution of rows @ (latency, s per byte) = 1 with a latency >= 0."""
     ones = np.ones(len(rows))
     latency_s, s_per_byte = np.linalg.lstsq(rows, ones, rcond=None)[0]
     if latency_s < 0:

@@ -1,24 +1,24 @@
-"""What would lower the error: more data, a larger model; or neither, so that workers save time."""
+"""Whether more data or a larger model would lower the error, or more workers only save time."""
 
 from dataclasses import dataclass
 
 from allstep.plan.learning_curve import Interval
 
-WORTH_DOUBLING = 0.1  # of the error, that twice as many samples take away
-LARGE_FLOOR = 0.5  # of the error, that stays with any amount of data
+WORTH_DOUBLING = 0.1  # share of the error that twice as many samples have to remove
+LARGE_FLOOR = 0.5  # share of the error that stays with any amount of data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What a learning curve says beyond the samples that there are.
+    """What a learning curve predicts for more samples than there are.
 
     Args:
-        num_samples: of the training set.
+        num_samples: number of samples of the training set.
         error: held-out error with all of them, by the curve.
-        twice: the same with twice as many.
-        twice_interval: where that is.
-        floor: the error that stays with any amount of data; None if it is not known.
-        floor_interval: where that is.
+        twice: held-out error with twice as many samples, by the curve.
+        twice_interval: confidence interval of `twice`.
+        floor: the error that stays with any amount of data; None if it is unknown.
+        floor_interval: confidence interval of the floor.
 
     >>> growth = Growth(num_samples=60_000, error=0.1, twice=0.08, floor=None,
     ...     twice_interval=Interval(0.07, 0.09), floor_interval=Interval(0.0, 0.04))
@@ -35,7 +35,7 @@ class Growth:
 
     @property
     def what(self) -> str:
-        """`a larger model`, `more data` or `more workers`."""
+        """What would help most: `a larger model`, `more data` or `more workers`."""
         if self.floor is not None and self.floor >= LARGE_FLOOR * self.error:
             return "a larger model"
         is_worth = self.error - self.twice >= WORTH_DOUBLING * self.error
@@ -43,7 +43,7 @@ class Growth:
 
     @property
     def sentence(self) -> str:
-        """The advice, with its numbers."""
+        """The advice, with its figures."""
         low, high = self.twice_interval.low, self.twice_interval.high
         twice = (
             f"twice the {self.num_samples:,} samples would take the held-out error from"

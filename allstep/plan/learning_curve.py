@@ -1,4 +1,4 @@
-"""The error against the amount of training data: a fit, and what it says of more of it."""
+"""Fits the error against the amount of training data, and predicts it for more data."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,21 +11,26 @@ from numpy.typing import NDArray
 
 from allstep.errors import UsageError, check_integer, check_share
 
-_EXPONENTS = np.geomspace(0.01, 4.0, 65)  # those that others have measured are 0.05 to 1
+_EXPONENTS = np.geomspace(0.01, 4.0, 65)  # published exponents are 0.05 to 1
 _NUM_ZOOMS = 8
 _NUM_ZOOMS_OF_PROFILE = 1
 _NUM_REWEIGHTINGS = 4
 _NUM_BISECTIONS = 16
 _AMOUNTS_FOR_FLOOR = 4
-_LEAST = 1e-300  # in place of a 0 that would be divided by
+_LEAST = 1e-300  # replaces a divisor of 0
 _Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class HeldOutErrors:
-    """Of a model trained on `num_samples`, `num_wrong` of `num_held_out` answers are wrong.
+    """The measured error of a model trained on `num_samples`, on held-out samples.
 
-    Several of the same `num_samples` are trainings with other seeds.
+    Several objects with the same `num_samples` are trainings with different seeds.
+
+    Attributes:
+        num_samples: samples of the training.
+        num_wrong: wrong answers.
+        num_held_out: held-out samples.
     """
 
     num_samples: int
@@ -34,13 +39,13 @@ class HeldOutErrors:
 
     @property
     def error(self) -> float:
-        """Share of wrong answers."""
+        """The share of wrong answers."""
         return self.num_wrong / self.num_held_out
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a number is, with some confidence."""
+    """A confidence interval."""
 
     low: float
     high: float
@@ -53,17 +58,18 @@ class LearningCurve:
     """error(n) = scale * n**-exponent + floor; made by `fit_learning_curve`.
 
     Args:
-        measured: trainings on at least two amounts of data.
-        confidence: of all intervals, which are 0 to 1 where two trainings are all there is.
+        measured: errors of trainings on at least two amounts of data.
+        confidence: confidence of all intervals; these are 0 to 1 if there are no more trainings
+            than fitted parameters.
 
     Attributes:
-        scale, exponent, floor: scale and floor are 0 or more, the exponent is above 0. With fewer
-            than four amounts of data the floor is not fitted, but taken as 0.
-        floor_interval: where the floor is.
+        scale, exponent, floor: fitted parameters; scale and floor are 0 or more, the exponent is
+            above 0. With fewer than four amounts of data the floor is not fitted, but taken as 0.
+        floor_interval: confidence interval of the floor.
         has_floor: whether the floor was fitted.
-        is_floor_known: whether the measured errors tell the floor from 0.
-        seed_deviation: standard deviation between seeds beyond that of the held-out set's
-            samples, relative to the error.
+        is_floor_known: whether the floor's interval excludes 0.
+        seed_deviation: standard deviation between seeds, relative to the error, beyond the
+            deviation that the choice of held-out samples explains.
         dispersion: how much farther than expected the errors are from the curve: a ratio of
             variances, 1 or more.
     """
@@ -82,29 +88,30 @@ class LearningCurve:
         self.scale = scale * self._unit**self.exponent
         num_free = len(measured) - 2 - self.has_floor
         self.dispersion = max(1.0, self._misfit / num_free) if num_free > 0 else 1.0
-        # Without a training more than the curve has numbers, nothing says how far they scatter.
+        # If there are no more trainings than parameters, their scatter is unknown.
         self._quantile = t_quantile(confidence, num_free) if num_free > 0 else math.inf
         self.floor_interval = self._interval(math.inf, self.floor)
         self.is_floor_known = self.has_floor and self.floor_interval.low > 0
 
     def error(self, num_samples: float) -> float:
-        """What the curve says of a model that is trained on so many samples."""
+        """The error that the curve predicts for a model trained on `num_samples`."""
         return float(self.scale * num_samples**-self.exponent + self.floor)
 
     def interval(self, num_samples: float, *, num_runs: int | None = None) -> Interval:
-        """Where the error of so many samples is.
+        """The confidence interval of the error of a model trained on `num_samples`.
 
-        The profile likelihood: every error for which some curve through it, of any exponent and
-        floor, is not much farther from the measured errors than the best one; how much is a
-        quantile of Student's t.
+        It is the interval of the profile likelihood: all errors for which some curve through
+        them, of any exponent and floor, is not much farther from the measured errors than the best
+        curve; the limit is a quantile of Student's t.
 
         Args:
-            num_samples: to train on.
-            num_runs: for the mean that so many trainings with other seeds would measure on the
-                held-out set, which scatters itself; None for the curve.
+            num_samples: samples of the training.
+            num_runs: number of trainings with new seeds, for the interval of the mean error that
+                they would measure on the held-out set, whose own scatter is then included; None
+                for the interval of the curve.
 
         Returns:
-            An interval with `confidence`.
+            The interval with `confidence`.
         """
         expected = self.error(num_samples)
         found = self._interval(num_samples / self._unit, expected)
@@ -119,7 +126,7 @@ class LearningCurve:
         )
 
     def _measure_seed_deviation(self) -> float:
-        """By the variance between trainings on the same amount, less the held-out set's."""
+        """The deviation between trainings on the same amount, less that of the held-out set."""
         excesses, weights = [], []
         for amount in np.unique(self._n):
             errors = self._errors[self._n == amount]
@@ -130,16 +137,17 @@ class LearningCurve:
         return math.sqrt(max(0.0, np.average(excesses, weights=weights))) if excesses else 0.0
 
     def _variance(self, expected: _Vector, held_out: _Vector) -> _Vector:
-        """Of an error: that of a binomial share, and that between seeds."""
-        least = 0.5 / held_out  # where no answer is wrong, the true share needs not be 0
+        """The variance of an error: that of a binomial share plus that between seeds."""
+        least = 0.5 / held_out  # even if no answer is wrong, the true share need not be 0
         share = np.clip(expected, least, 1 - least)
         variance: _Vector = share * (1 - share) / held_out + (self.seed_deviation * share) ** 2
         return variance
 
     def _fit(self) -> tuple[_Vector, float, float, float, float]:
-        """Weights, their sum of squares, exponent, scale and floor.
+        """Weights, weighted sum of squared residuals, exponent, scale and floor.
 
-        The weights depend on the curve and the curve on them: a few times one after the other.
+        The weights depend on the curve, and the curve on the weights, so they are found in turns,
+        a few times.
         """
         expected = np.array([self._errors[self._n == n].mean() for n in self._n])
         for _ in range(_NUM_REWEIGHTINGS):
@@ -153,7 +161,7 @@ class LearningCurve:
         return self._lines(w, exponents)[2]
 
     def _lines(self, w: _Vector, exponents: _Vector) -> tuple[_Vector, _Vector, _Vector]:
-        """Scale and floor of 0 or more in least squares, and the squares, for each exponent."""
+        """For each exponent the least-squares scale and floor (0 or more) and sum of squares."""
         x, y = self._n ** -exponents[:, None], self._errors
         scale = np.maximum((x * y) @ w / (x**2 @ w), 0)
         floor = np.zeros(len(exponents))
@@ -166,7 +174,7 @@ class LearningCurve:
         return scale, floor, residuals**2 @ w
 
     def _interval(self, n: float, best: float) -> Interval:
-        """Where the error of n, in units of the largest amount, is; of n = inf it is the floor."""
+        """The interval of the error at n, in units of the largest amount; n = inf is the floor."""
         least = min(self._misfit, self._profile(best, n))
         limit = least + self.dispersion * self._quantile**2
 
@@ -176,7 +184,7 @@ class LearningCurve:
         return Interval(_edge(is_inside, best, 0.0), _edge(is_inside, best, 1.0))
 
     def _profile(self, value: float, n: float) -> float:
-        """The least sum of squares of all curves with this value at n.
+        """The least sum of squares among all curves with this value at n.
 
         error(x) = value + scale * (x**-exponent - n**-exponent), where the floor, value - scale *
         n**-exponent, is 0 or more.
@@ -197,22 +205,23 @@ class LearningCurve:
 def fit_learning_curve(
     measured: Sequence[HeldOutErrors], *, confidence: float = 0.95
 ) -> LearningCurve:
-    """The power law with a floor that explains measured errors best.
+    """Fits the power law with a floor that explains measured errors best.
 
-    error(n) = scale * n**-exponent + floor, in least squares with weights 1 / variance; the
-    variance is that of a binomial share on the held-out set and, with several seeds, what they
-    differ by beyond it
+    error(n) = scale * n**-exponent + floor
+
+    The fit takes least squares with weights 1 / variance. The variance is that of a binomial share
+    on the held-out set plus, with several seeds, their variance beyond it.
 
     Args:
-        measured: trainings on at least two amounts of data, of the same recipe.
-        confidence: of the intervals, between 0 and 1.
+        measured: errors of trainings with the same recipe on at least two amounts of data.
+        confidence: confidence of the intervals, between 0 and 1.
 
     Returns:
         The curve.
 
     Raises:
-        UsageError: if there are fewer amounts, a number is out of range, or the error doesn't
-            fall with the amount.
+        UsageError: if there are fewer amounts, a number is out of range, or the error isn't
+            smaller with the largest amount than with the smallest.
 
     >>> amounts = 100, 400, 1600, 6400
     >>> points = [HeldOutErrors(n, 1000 * (2 * n**-0.5 + 0.01), 1000) for n in amounts]
@@ -252,16 +261,17 @@ def fit_learning_curve(
 
 
 def t_quantile(confidence: float, num_free: float) -> float:
-    """What Student's t is below in absolute value with some confidence.
+    """The bound that the absolute value of Student's t stays below with some confidence.
 
-    To about 1 % for a confidence of up to 0.95; at 0.99 too small by 3 % with 3 degrees of freedom.
+    It is accurate to about 1 % for a confidence of up to 0.95; at 0.99 it is too small by 3 % with
+    3 degrees of freedom.
 
     Args:
-        confidence: between 0 and 1.
+        confidence: the confidence, between 0 and 1.
         num_free: degrees of freedom, 1 or more.
 
     Returns:
-        The quantile, by a series in 1 / num_free; exact for one and two.
+        The quantile, by a series in 1 / num_free; exact for 1 and 2 degrees of freedom.
 
     >>> [round(t_quantile(0.95, n), 2) for n in (1, 2, 9, math.inf)]
     [12.71, 4.3, 2.26, 1.96]
@@ -282,7 +292,7 @@ def t_quantile(confidence: float, num_free: float) -> float:
 
 
 def _least(misfit: Callable[[_Vector], _Vector], num_zooms: int) -> tuple[float, float]:
-    """The exponent of the least misfit, and that: on a grid, then on ever finer ones around it."""
+    """The exponent with the least misfit, and this misfit, by search on ever finer grids."""
     exponents = _EXPONENTS
     for _ in range(num_zooms + 1):
         misfits = misfit(exponents)
@@ -294,7 +304,7 @@ def _least(misfit: Callable[[_Vector], _Vector], num_zooms: int) -> tuple[float,
 
 
 def _edge(is_inside: Callable[[float], bool], inner: float, outer: float) -> float:
-    """The end of an interval between a number in it and one that may be, by bisection."""
+    """The end of an interval, by bisection between `inner`, which is inside, and `outer`."""
     if is_inside(outer):
         return outer
     for _ in range(_NUM_BISECTIONS):

@@ -1,4 +1,4 @@
-"""What exchanging a bucket was measured to take, in place of a formula."""
+"""Measured times of a bucket's exchange, which replace the formulas."""
 
 import math
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from allstep.plan.compression import COMPRESSIONS
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:
-    """Seconds of encoding, summing and decoding buckets, as timed on all workers at once.
+    """Seconds of encoding, summing and decoding buckets, timed on all workers together.
 
-    Between two sizes time grows in proportion. Beyond the largest it grows as between the last two,
-    but by no more for an element than the largest took for each of its own: where it seems to, one
-    of the two was disturbed.
+    Between two measured sizes the time is interpolated. Beyond the largest size the line through
+    the last two goes on, but its seconds per element are at most those of the largest bucket: a
+    steeper line means that one of the two measurements was disturbed.
 
     Args:
-        compression: format of what crosses the network.
-        algorithm: how the sum is taken.
-        num_elements: of the timed buckets, increasing.
-        seconds: of each, one after the other without a pause.
-        compute_slowdown: how much longer compute takes beside it; 0.1 is 10 %.
-        communication_slowdown: how much longer it takes beside compute.
+        compression: format in which gradients are sent.
+        algorithm: the all-reduce algorithm.
+        num_elements: numbers of elements of the timed buckets, increasing.
+        seconds: seconds of a bucket of each size, in a series without pauses.
+        compute_slowdown: how much longer compute takes during an exchange; 0.1 is 10 %.
+        communication_slowdown: how much longer an exchange takes during compute; 0.1 is 10 %.
 
     Raises:
         UsageError: for unknown names, fewer than two sizes, or numbers out of range.
@@ -72,9 +72,10 @@ class MeasuredCollective:
 
     @property
     def _extended(self) -> tuple[Sequence[int], Sequence[float]]:
-        """Down to no elements, along the first two sizes.
+        """The measured sizes and seconds, extrapolated from the first two sizes to no elements.
 
-        More never takes less time: what took longer than a larger bucket was disturbed.
+        Seconds never fall with the size: a time that is above a larger bucket's was disturbed, and
+        is replaced by that one.
         """
         rising = [min(self.seconds[i:]) for i in range(len(self.seconds))]
         (n0, n1), (s0, s1) = self.num_elements[:2], rising[:2]

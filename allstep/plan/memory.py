@@ -1,40 +1,42 @@
-"""Bytes that a worker of a mesh needs.
+"""The memory in bytes that a worker of a mesh needs.
 
-For n local parameters of b bytes, k optimizer states of each, and a micro-batch of T tokens, in
-bytes:
+For n local parameters of b bytes each, k optimizer states per parameter, and a micro-batch of T
+tokens, it is in bytes:
 
     parameters     n b
-    gradients      n b            (buckets are the gradients' own memory, on CPUs)
+    gradients      n b            (on CPUs, buckets are the gradients' own memory)
     optimizer      k n b
     activations    T a (w (depth (2 + 4 c + 12/t) + 1 + 2 c) + l v)
 
-a are the bytes of an activation, w the width, t the workers of a copy and v the logits of a token;
-n and v as in [Note: divided blocks]. c is what a worker has between the halves of blocks: 1/t,
-sharded along the sequence, and 1 in a pipeline, where it is whole. A block keeps for its backward
-pass the outputs of its two norms, gathered (2 w), their inputs and the factors of its two dropouts
-(4 c w), and queries, keys, values, attention, and the hidden features before and after GELU, which
-are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 c). Of the logits'
-size there are l tensors at a time: 3 on a worker that has all of them, the logarithms and two
-gradients; 4 in a pipeline, where torch keeps the logits, too; 2/t where they are sharded along the
-vocabulary, as the loss of `text` finds the gradient beside the logits. It is for attention that
-keeps no scores (flash) and without activation checkpointing; what the framework, kernels and
-collectives take beside is not in it. Memory that workers of a host share is counted once: a
-resident set as the system shows it has the buckets of all workers of the host.
+Here a is the size of an activation in bytes, w the width, t the number of workers of a copy, and v
+the number of logits per token; n and v are as in [Note: divided blocks]. c is a worker's share of
+the activations between half blocks: 1/t, as they are sharded along the sequence, and 1 in a
+pipeline, where they are whole. For its backward pass a block keeps the gathered outputs of its two
+norms (2 w), the norms' inputs and the scaled masks of its two dropouts (4 c w), and the divided
+queries, keys, values, attention outputs, and hidden features before and after GELU (12 w / t). The
+embeddings' dropout and the last norm keep w (1 + 2 c). l is the number of tensors of the logits'
+size that exist at the same time: 3 on a worker that has all logits, for the logarithms and two
+gradients; 4 in a pipeline, where torch keeps the logits, too; 2/t where the vocabulary is sharded,
+since the loss of `text` computes the gradient next to the logits. The formula holds for attention
+that keeps no scores (flash) and without activation checkpointing; memory of the framework, kernels
+and collectives is not included. Memory that workers of a host share is counted once, whereas the
+resident set size that the system reports for each process includes the buckets of all workers of
+the host.
 
-Where FSDP2 shards over s workers, each has 1/s of parameters, gradients and optimizer states, and
-whole what a pass needs at a time: the rest r all the time, a block B that computes, the next one
-that is gathered, and gradients of a block or of the rest that are summed, with a copy of them on
-their way:
+With FSDP2 over s workers, each worker keeps 1/s of parameters, gradients and optimizer states. In
+addition it holds what a pass needs in full: the parameters r outside the blocks all the time, the
+block B that is computing, the next block, which is being gathered, and the gradients of a block or
+of r that are being summed, with a copy of them that is being sent:
 
-    parameters     (n / s + r + 2 B) b        (r + B in a pipeline, which gathers none before)
+    parameters     (n / s + r + 2 B) b        (r + B in a pipeline, which gathers no block ahead)
     gradients      (n / s + 2 max(r, B)) b
     optimizer      k n b / s
 
-Of a pipeline's p workers the first has the embeddings, the last also the logits' matrix as its own,
-with the last norm, logits and loss; each has its blocks. Worker i of the 1F1B schedule keeps the
-activations of p - i micro-batches at most, and torch's schedules keep room for what all m
-micro-batches of a step send it: m T a w from each neighbour. What counts is the worker that needs
-most.
+Each of a pipeline's p workers has its blocks; in addition the first has the embeddings, and the
+last has its own copy of the logits' matrix, the last norm, the logits and the loss. Under the 1F1B
+schedule worker i keeps the activations of at most p - i micro-batches, and torch's schedules
+allocate buffers for what all m micro-batches of a step send it: m T a w from each neighbour. The
+result for a pipeline is that of the worker that needs most.
 """
 
 from dataclasses import dataclass
@@ -49,12 +51,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Of one worker, in bytes.
+    """The memory of one worker, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: of its part of the model.
-        activations: of one micro-batch at the end of the forward pass, of a pipeline of all that
-            are in flight, and room for messages.
+        parameters, gradients, optimizer: memory for its part of the model.
+        activations: activations of one micro-batch at the end of the forward pass; in a pipeline
+            those of all micro-batches in flight, and buffers for messages.
     """
 
     parameters: int
@@ -64,12 +66,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The total in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     @property
     def total_gib(self) -> float:
-        """All of them in GiB."""
+        """The total in GiB."""
         return self.total / GIB
 
 
@@ -79,17 +81,18 @@ def memory_of(
     mesh: MeshSpec,
     states_per_param: float = 2,
 ) -> Memory:
-    """What a worker of a copy needs; of a pipeline the one that needs most.
+    """The memory of a worker; in a pipeline that of the worker that needs most.
 
     Args:
-        training: undivided, with one micro-batch a copy if its batch isn't fixed.
-        transformer: which is divided.
-        mesh: over how many workers, and over how many FSDP2 shards what each of them has.
-        states_per_param: of the optimizer, each as large as the parameters: 2 of AdamW, 1 of SGD
+        training: the training on one worker; if its batch isn't fixed, it is one micro-batch per
+            copy of the model.
+        transformer: the model.
+        mesh: how the model is divided, and over how many workers FSDP2 shards it.
+        states_per_param: optimizer states, each as large as the parameters: 2 for AdamW, 1 for SGD
             with momentum.
 
     Returns:
-        Its bytes.
+        The worker's memory.
 
     Raises:
         UsageError: if there are fewer blocks than stages.
@@ -116,7 +119,7 @@ def memory_of_workers(
     mesh: MeshSpec,
     states_per_param: float = 2,
 ) -> list[Memory]:
-    """What each worker of a pipeline needs; arguments as of `memory_of`."""
+    """The memory of each worker of a pipeline; arguments as for `memory_of`."""
     stages = PipelineSpec(transformer=transformer, mesh=mesh)
     micro, num_micro_batches = training.micro, training.num_micro_batches(mesh.data)
     num_tokens = micro.num_samples * transformer.sequence_length
@@ -144,7 +147,7 @@ def memory_of_workers(
 
 
 def _shard_of(whole: Memory, shard: int, block: int, rest: int, num_gathered: int) -> Memory:
-    """What a worker needs of states that are sharded; blocks are gathered, and the rest."""
+    """The memory of a worker with sharded states, when `num_gathered` blocks are gathered."""
     return Memory(
         parameters=whole.parameters // shard + rest + num_gathered * block,
         gradients=whole.gradients // shard + 2 * max(rest, block),
@@ -154,7 +157,7 @@ def _shard_of(whole: Memory, shard: int, block: int, rest: int, num_gathered: in
 
 
 def _kept_of_token(stages: PipelineSpec, worker: int, num_logits: float) -> float:
-    """Numbers that a worker keeps of a micro-batch's token for the backward pass."""
+    """Elements per token of a micro-batch that a worker keeps for the backward pass."""
     width, p, tensor = stages.transformer.width, stages.mesh.pipeline, stages.mesh.tensor
     between = 1 / tensor if p == 1 else 1.0
     kept = width * stages.depths[worker] * (2 + 4 * between + 12 / tensor)
@@ -166,7 +169,7 @@ def _kept_of_token(stages: PipelineSpec, worker: int, num_logits: float) -> floa
 
 
 def _logits_at_a_time(mesh: MeshSpec) -> float:
-    """What is there of their size at most, in the loss or when its backward pass begins."""
+    """The most tensors of the logits' size at a time, in the loss or as its backward begins."""
     if mesh.pipeline > 1:
         return 4
     return 3 if mesh.tensor == 1 else 2 / mesh.tensor

@@ -1,4 +1,4 @@
-"""A mesh of data x pipeline x tensor, sharded or not: who shares a copy, and over which links."""
+"""Meshes of data x pipeline x tensor, sharded or not, and the links between their workers."""
 
 from dataclasses import dataclass, replace
 
@@ -9,18 +9,19 @@ from allstep.plan.nodes import Link
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-    """The lengths of the axes; the workers of a copy are neighbours, as in `comm.mesh`.
+    """The lengths of a mesh's axes; the workers of a copy have successive ranks, as in `comm.mesh`.
 
     Args:
-        data: copies of the model, which share out the samples.
-        pipeline: workers of each copy, one after the other, which have some of the blocks.
-        tensor: workers of each of these, neighbours, which have a part of every divided layer.
-        shard: of `data`, workers over which FSDP2 shards parameters, gradients and the optimizer's
-            states: all of them, or neighbours, which others have copies of.
-        stages_per_worker: of a pipeline; above 1 its schedule is the interleaved one, else 1F1B.
+        data: copies of the model, among which the samples are divided.
+        pipeline: parts of a copy, one after the other, each with some of the blocks.
+        tensor: workers of each part, with successive ranks, among which its layers are divided.
+        shard: workers along `data` over which FSDP2 shards parameters, gradients and optimizer
+            states: all of `data`, or groups of neighbours that hold copies of the same shards.
+        stages_per_worker: stages of a pipeline on each worker; if more than 1, the schedule is
+            interleaved, else 1F1B.
 
     Raises:
-        UsageError: if a length is less than 1, or `shard` doesn't go with the others.
+        UsageError: if a length is less than 1, or `shard` doesn't divide `data`.
 
     >>> str(MeshSpec(data=4, tensor=2)), MeshSpec(data=4, tensor=2).num_workers
     ('data=4,tensor=2', 8)
@@ -49,9 +50,9 @@ class MeshSpec:
     def all_of(
         cls, num_workers: int, longest_pipeline: int = 1, stages_per_worker: int = 1
     ) -> "list[MeshSpec]":
-        """Every mesh of so many workers, the least divided first.
+        """Every mesh of `num_workers` workers, the least divided first.
 
-        Each with several copies also sharded over all of `data`.
+        A mesh with several copies is listed twice: not sharded, and sharded over all of `data`.
 
         >>> print(*MeshSpec.all_of(4))
         data=4,tensor=1 data=4,tensor=1,shard=4 data=2,tensor=2 data=2,tensor=2,shard=2
@@ -78,7 +79,7 @@ class MeshSpec:
 
     @property
     def num_workers(self) -> int:
-        """Of all copies."""
+        """Workers of all copies."""
         return self.data * self.copy_size
 
     @property
@@ -87,13 +88,13 @@ class MeshSpec:
         return self.pipeline * self.tensor
 
     def tensor_axis(self, cluster: Cluster) -> Cluster:
-        """The workers that share a copy's layers, as a cluster of their own.
+        """The workers among which a layer is divided, as a cluster.
 
         Args:
-            cluster: of which the mesh takes the first workers, node by node.
+            cluster: the cluster; the mesh uses its first workers, node by node.
 
         Raises:
-            UsageError: if the cluster hasn't as many, or copies lie across nodes unevenly.
+            UsageError: if the cluster has fewer workers, or copies lie across nodes unevenly.
         """
         part = self._part(cluster)
         if self.tensor == part.num_workers:
@@ -104,10 +105,11 @@ class MeshSpec:
     def stage_link(self, cluster: Cluster) -> Link:
         """The slowest link between neighbours of a pipeline.
 
-        Workers of a node that share layers send at the same time, over a share of its link each.
+        Workers of a node that share layers send at the same time, so each gets a share of the
+        node's link.
 
         Args:
-            cluster: of which the mesh takes the first workers, node by node.
+            cluster: the cluster; the mesh uses its first workers, node by node.
 
         Raises:
             UsageError: as `tensor_axis`.
@@ -124,13 +126,13 @@ class MeshSpec:
         return replace(part.between, bandwidth_bps=part.between.bandwidth_bps / num_sharing)
 
     def data_axis(self, cluster: Cluster) -> Cluster:
-        """One worker of each copy, as a cluster: what exchanges gradients of the same part.
+        """The workers with the same part of each copy, as a cluster; they exchange gradients.
 
-        Workers of a node that have other parts exchange theirs at the same time, over a share of
-        the node's link each.
+        A node's workers with other parts exchange theirs at the same time, so each gets a share of
+        the node's link.
 
         Args:
-            cluster: of which the mesh takes the first workers, node by node.
+            cluster: the cluster; the mesh uses its first workers, node by node.
 
         Raises:
             UsageError: as `tensor_axis`.
@@ -151,10 +153,10 @@ class MeshSpec:
         return _axis(part, self.data, max(1, part.workers_per_node // self.copy_size), inter)
 
     def shard_axes(self, cluster: Cluster) -> tuple[Cluster, Cluster]:
-        """The workers that have the shards of one copy, and those that have the same shards.
+        """The workers that have the shards of one copy, and those that have the same shard.
 
         Args:
-            cluster: of which the mesh takes the first workers, node by node.
+            cluster: the cluster; the mesh uses its first workers, node by node.
 
         Raises:
             UsageError: as `tensor_axis`.

@@ -1,10 +1,10 @@
-"""Which mesh of so many workers trains fastest, of those that fit; and why others drop out.
+"""Chooses the fastest mesh that fits, and says why the others are excluded.
 
 [Note: which mesh] Meshes are ranked by the time to train: samples per second, or the time to the
-target. Of those within 2 % of the fastest, the least divided is chosen: copies that are whole take
-no message in the middle of a layer, or between layers; of equal copies, those that aren't sharded.
-A mesh drops out if a copy can't be divided so, if a pipeline has fewer micro-batches than workers,
-or if a worker would need more memory than it has.
+target. Among those within 2 % of the fastest, the least divided is chosen, since whole copies need
+no messages within or between layers; among equally divided ones, one that isn't sharded. A mesh is
+excluded if a copy can't be divided that way, if a pipeline has fewer micro-batches than workers, or
+if a worker would need more memory than it has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,11 +27,11 @@ from allstep.plan.workload import TrainingSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOption:
-    """A mesh that is possible, but for its memory.
+    """A mesh that the model can be divided over; it may need too much memory.
 
     Attributes:
-        prediction: of its step.
-        memory: of a worker.
+        prediction: prediction of a step on the mesh.
+        memory: memory of a worker.
     """
 
     prediction: Prediction
@@ -40,13 +40,13 @@ class MeshOption:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAdvice:
-    """What to do with so many workers.
+    """The recommended mesh and its alternatives.
 
     Attributes:
         choice: the recommended mesh; None if none fits, or if one worker is faster.
         sentence: what to do and why.
-        options: meshes that can be divided so, the fastest first.
-        left_out: why a mesh drops out.
+        options: the meshes that the model can be divided over, the fastest first.
+        left_out: excluded mesh -> reason.
     """
 
     choice: MeshOption | None
@@ -69,17 +69,18 @@ def recommend_mesh(
     """Chooses among meshes. See [Note: which mesh].
 
     Args:
-        training: undivided, with one micro-batch a copy if its batch isn't fixed.
-        transformer: its blocks.
+        training: the training on one worker; if its batch isn't fixed, it is one micro-batch per
+            copy of the model.
+        transformer: the model.
         cluster: the machines.
-        policy: exchanges gradients along `data`.
-        meshes: to choose from.
-        states_per_param: of the optimizer; see `memory_of`.
-        memory_gib: that a worker has; None if that doesn't count.
-        target: with it, time to the target counts, and not samples per second.
+        policy: how gradients are exchanged along `data`.
+        meshes: the meshes to choose from.
+        states_per_param: optimizer states per parameter; see `memory_of`.
+        memory_gib: memory of a worker in GiB; None for no limit.
+        target: a target, to rank meshes by the time to it instead of samples per second.
 
     Returns:
-        The fastest mesh that fits, and why others drop out.
+        The fastest mesh that fits, and why others are excluded.
 
     Raises:
         UsageError: if `memory_gib` isn't positive, or parameters and blocks contradict each other.
@@ -129,7 +130,7 @@ def recommend_mesh(
 
 
 def _least_divided(fitting: Sequence[MeshOption], target: Target | None) -> MeshOption:
-    """Of those as good as the first."""
+    """The least divided of the options that are about as fast as the first one."""
     most = gain_of(fitting[0].prediction, target)
     as_fast = [o for o in fitting if gain_of(o.prediction, target) * (1 + AS_FAST) >= most]
 

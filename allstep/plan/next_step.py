@@ -1,37 +1,38 @@
-"""One next step that follows from the numbers of a run."""
+"""Advises on one next step, from the figures of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-# Above these shares of a step the wait, not the compute, is what to work on.
+# Above these shares of a step, the advice is about the wait and not about compute.
 DATA_SHARE = 0.20
 EXCHANGE_SHARE = 0.30
-# Share of the workers' time lost because micro-batches don't divide among them.
+# The same for the share of the workers' time lost because micro-batches don't divide evenly.
 IDLE_SHARE = 0.20
 # Below this share of the GEMM peak, small kernels and overhead dominate.
 LOW_MFU = 0.30
-# Speed-up per worker from which another worker is worth a try, and below which one is wasted.
+# Speed-up per worker above which more workers are advised, and below which fewer are.
 GOOD_EFFICIENCY = 0.8
 POOR_EFFICIENCY = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunNumbers:
-    """What `next_step` looks at; rates and shares as in a run's report.
+    """The input of `next_step`; rates and shares are those of a run's report.
 
     Args:
-        workers: how many trained together.
-        num_copies: copies of the model among which a step's micro-batches are shared out.
-        samples_per_s: of all workers together.
-        num_timed_steps: steps behind that number; with none of them it says little.
-        single_worker_samples_per_s: of one worker with the machine to itself, if known.
-        data_share, exchange_share: share of a step spent waiting for data, for the exchange.
-        mfu: share of the machine's measured matrix-multiply peak, if known.
-        global_batch, micro_batch: samples of a step, and at once through the model.
+        workers: number of workers.
+        num_copies: copies of the model among which a step's micro-batches are divided.
+        samples_per_s: throughput of all workers together.
+        num_timed_steps: number of steps in which it was measured; if 0, it means little.
+        single_worker_samples_per_s: throughput of one worker with the machine to itself; None if
+            it is unknown.
+        data_share, exchange_share: share of a step spent waiting for data, and for the exchange.
+        mfu: share of the machine's measured matrix-multiply peak; None if it is unknown.
+        global_batch, micro_batch: samples of a step, and of one pass through the model.
         loader_workers: processes per worker that read samples.
-        num_cores, num_gpus: of the machine.
-        resume_command: continues the run if it was interrupted, else None.
+        num_cores, num_gpus: cores and GPUs of the machine.
+        resume_command: command that continues the run if it was interrupted, else None.
     """
 
     workers: int
@@ -51,7 +52,7 @@ class RunNumbers:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast as one worker; None if that isn't known."""
+        """How many times as fast as one worker the run is; None if that is unknown."""
         if self.workers == 1 or not self.single_worker_samples_per_s:
             return None
         return self.samples_per_s / self.single_worker_samples_per_s
@@ -68,10 +69,10 @@ class RunNumbers:
 
 
 def next_step(numbers: RunNumbers) -> str:
-    """The one thing to do next; the first case that applies, the costliest first.
+    """The one thing to do next: the first case that applies, in order of cost.
 
     Args:
-        numbers: of a finished or interrupted run.
+        numbers: the figures of a finished or interrupted run.
 
     Returns:
         A sentence for the end of the run's summary.
@@ -162,7 +163,7 @@ def _idle_machine(numbers: RunNumbers) -> str | None:
         return f"{numbers.num_gpus - workers} GPUs idle: try `--workers {usable}`."
     if numbers.num_gpus or workers >= numbers.num_cores:
         return None
-    # Threads of one worker use all cores, but small kernels leave most of them waiting.
+    # The threads of one worker may use all cores, but with small kernels most of them wait.
     small_kernels = workers == 1 and numbers.mfu is not None and numbers.mfu < LOW_MFU
     scales = (numbers.speed_up or 0) / workers >= GOOD_EFFICIENCY
     most_copies = min(2 * numbers.num_copies, numbers.num_micro_batches)
@@ -206,7 +207,7 @@ def _all_well(numbers: RunNumbers) -> str:
 
 
 def _times(ratio: float) -> str:
-    """A ratio to one decimal, never rounded across 1.
+    """A ratio to one decimal, or to two if it would round to 1.0.
 
     >>> _times(0.97), _times(1.8)
     ('0.97x', '1.8x')

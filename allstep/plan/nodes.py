@@ -7,10 +7,11 @@ from allstep.errors import UsageError, check_integer, check_not_negative, check_
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a message costs: seconds = latency_s + 8 * num_bytes / bandwidth_bps.
+    """A link, where a message takes latency_s + 8 * num_bytes / bandwidth_bps seconds.
 
     Args:
-        bandwidth_bps: bits per second in each direction at once, as achieved, not as sold.
+        bandwidth_bps: bits per second in both directions at the same time, as achieved, not as
+            sold.
         latency_s: seconds of an empty message.
 
     Raises:
@@ -33,28 +34,28 @@ class Link:
         num_messages * latency_s + 8 * num_bytes / bandwidth_bps
 
         Args:
-            num_bytes: of all messages together.
-            num_messages: each of which takes the latency.
+            num_bytes: total size of all messages.
+            num_messages: number of messages.
 
         Returns:
-            Seconds until the last has arrived.
+            Seconds until the last message has arrived.
         """
         return num_messages * self.latency_s + 8 * num_bytes / self.bandwidth_bps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Equal nodes with equal workers: what the cost of an all-reduce depends on.
+    """Equal nodes with equal workers, described by what the cost of an all-reduce depends on.
 
     Args:
-        num_nodes, workers_per_node: at least 1.
+        num_nodes, workers_per_node: number of nodes, and of workers on each; at least 1.
         intra: the link of each worker to its neighbours in the node.
         inter: the link of each *node* to the others, shared by its workers; None for one node.
-        copy_bytes_per_s: memory bandwidth of a worker, in bytes copied.
+        copy_bytes_per_s: memory bandwidth of a worker, in bytes copied per second.
         has_shared_memory: whether the workers of a node are CPU processes that share memory.
 
     Raises:
-        UsageError: for numbers out of range or that contradict each other.
+        UsageError: for numbers that are out of range or contradict each other.
     """
 
     num_nodes: int
@@ -76,7 +77,7 @@ class Nodes:
 
     @property
     def num_workers(self) -> int:
-        """Workers of all nodes."""
+        """Number of workers on all nodes."""
         return self.num_nodes * self.workers_per_node
 
     @property
@@ -86,5 +87,5 @@ class Nodes:
 
     @property
     def reduce_s_per_byte(self) -> float:
-        """Seconds to add a byte to another: two are read and one is written."""
+        """Seconds per byte of an addition, which reads two bytes and writes one."""
         return 1.5 / self.copy_bytes_per_s

@@ -1,4 +1,4 @@
-"""The gradient noise scale: up to which batch more samples in a step save steps."""
+"""The gradient noise scale: the batch up to which more samples per step save steps."""
 
 import math
 from typing import Any
@@ -22,10 +22,10 @@ def noise_and_signal(
     signal = (B |g_B|^2 - b |g_b|^2) / (B - b)
 
     Args:
-        micro_squared_norm: |g_b|^2, squared norm of a micro-batch's mean gradient; the mean of
-            several in the same step steadies it.
-        global_squared_norm: |g_B|^2 of the step's mean gradient.
-        micro_batch, global_batch: b < B in samples.
+        micro_squared_norm: |g_b|^2, squared norm of a micro-batch's mean gradient; the mean over
+            several micro-batches of the step makes it less noisy.
+        global_squared_norm: |g_B|^2, squared norm of the step's mean gradient.
+        micro_batch, global_batch: the batch sizes b < B in samples.
 
     Returns:
         noise and signal; either may be negative by chance.
@@ -55,15 +55,15 @@ def noise_and_signal(
 
 
 class NoiseScale:
-    """B_simple = tr(Sigma) / |G|^2, numerator and denominator averaged apart.
+    """B_simple = tr(Sigma) / |G|^2, with numerator and denominator averaged separately.
 
     The mean of ratios would be biased, and infinite now and then. Up to about B_simple samples
-    a step, twice the batch takes nearly half the steps; far beyond it, as many.
+    per step, twice the batch takes nearly half the steps; far beyond it, as many steps.
 
     Args:
-        decay: of the exponential averages, in updates: 0.99 remembers about 100. None weighs
-            all updates alike. The noise scale grows as training goes on, so that a long run
-            wants a decay.
+        decay: decay per update of the exponential averages: 0.99 averages over about 100 updates.
+            None gives all updates the same weight. The noise scale grows during training, so a long
+            run needs a decay.
 
     Raises:
         UsageError: if `decay` is not between 0 and 1.
@@ -93,7 +93,7 @@ class NoiseScale:
         micro_batch: float,
         global_batch: float,
     ) -> None:
-        """Takes in one step; arguments and errors are those of `noise_and_signal`."""
+        """Adds a step to the averages; arguments and errors are those of `noise_and_signal`."""
         noise, signal = noise_and_signal(
             micro_squared_norm=micro_squared_norm,
             global_squared_norm=global_squared_norm,
@@ -106,19 +106,19 @@ class NoiseScale:
         self._signal += weight * (signal - self._signal)
 
     def _weight(self) -> float:
-        """What the newest step counts: 1 / n, or Adam's correction of a young average."""
+        """The weight of the newest step: 1 / n, or with a decay Adam's bias-corrected weight."""
         if self._decay is None:
             return 1 / self._num_updates
         return (1 - self._decay) / (1 - self._decay**self._num_updates)
 
     @property
     def num_updates(self) -> int:
-        """Steps taken in so far."""
+        """Number of steps in the averages."""
         return self._num_updates
 
     @property
     def value(self) -> float | None:
-        """The noise scale in samples; inf if only noise was seen; None before any update."""
+        """The noise scale in samples; inf if the signal isn't positive; None before any update."""
         if not self._num_updates:
             return None
         if self._signal <= 0:
@@ -126,10 +126,10 @@ class NoiseScale:
         return max(0.0, self._noise) / self._signal
 
     def summary(self, micro_batch: int) -> str:
-        """The noise scale in a user's terms.
+        """The noise scale as a sentence for users.
 
         Args:
-            micro_batch: samples that a worker puts through the model at once.
+            micro_batch: samples of a worker's pass through the model.
 
         >>> scale = NoiseScale()
         >>> scale.update(micro_squared_norm=3.0, global_squared_norm=1.0,
@@ -160,7 +160,7 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave.
+        """Restores what `state_dict` returned.
 
         Raises:
             UsageError: if it was averaged with another decay.
@@ -176,7 +176,7 @@ class NoiseScale:
 
 
 def round_to_two_digits(value: float) -> int:
-    """A whole number that doesn't pretend to be precise.
+    """The nearest integer with at most two significant digits.
 
     >>> round_to_two_digits(1987.6), round_to_two_digits(31.4), round_to_two_digits(0.2)
     (2000, 31, 0)

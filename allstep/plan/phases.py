@@ -1,9 +1,9 @@
-"""The patterns of messages that all-reduce algorithms and compressions are made of.
+"""The message patterns of which all-reduce algorithms and compressions consist.
 
-[Note: shared links] A node's link to the others is one for all its workers. A ring sends over it
-once for the whole node. Halving and doubling, and the two-dimensional scheme, do so from every
-worker at once, and each gets a share. That is why a fast algorithm between single workers may be
-the slowest one between nodes of eight.
+[Note: shared links] All workers of a node share one link to the other nodes. In a ring, only one
+worker of the node sends over it. In halving and doubling, and in the two-dimensional scheme, all
+workers send at the same time, so each gets a share of the bandwidth. Hence an algorithm that is
+fast between single workers may be the slowest one between nodes of eight.
 
 Source: Thakur, Rabenseifner and Gropp, 2005; for the latency of a ring that crosses nodes NCCL's
 own model (github.com/NVIDIA/nccl, src/graph/tuning.cc).
@@ -20,7 +20,7 @@ from allstep.plan.nodes import Link, Nodes
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a worker sends.
+    """The bytes and messages that a worker sends.
 
     >>> Traffic(10, 1) + Traffic(5, 2)
     Traffic(sent_bytes=15, num_messages=3)
@@ -35,14 +35,14 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Messages of each worker that follow one another on the same kind of link.
+    """Messages that each worker sends one after the other on the same kind of link.
 
     Attributes:
-        link: which they take.
-        num_messages: one after the other.
-        num_bytes: of all of them.
-        sharing: workers that use the link at once. [Note: shared links]
-        summed_bytes: what the busiest worker adds to others.
+        link: the kind of link they travel on.
+        num_messages: number of successive messages per worker.
+        num_bytes: total size of one worker's messages.
+        sharing: number of workers that use the link at the same time. [Note: shared links]
+        summed_bytes: bytes that the busiest worker adds to others.
     """
 
     link: Link
@@ -53,22 +53,22 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last worker is through, without the sums."""
+        """Seconds until the last worker has sent its messages, without the additions."""
         return self.link.seconds(self.sharing * self.num_bytes, self.num_messages)
 
 
 class Phase(Protocol):
-    """A pattern of messages between workers, two or more of them."""
+    """A pattern of messages between two or more workers."""
 
     def traffic(self, nodes: Nodes, rank: int, num_elements: int, element_bytes: int) -> Traffic:
-        """What the worker of a rank sends."""
+        """The traffic of the worker of a rank, for a tensor of `num_elements`."""
 
     def path(self, nodes: Nodes, num_bytes: float) -> list[Transfer]:
-        """What all workers wait for, step by step."""
+        """The critical path: successive transfers that all workers wait for."""
 
 
 class Ring:
-    """Chunks that travel twice around a ring of all workers; their sum is taken on the way."""
+    """An all-reduce: chunks travel twice around a ring of all workers, and are added on the way."""
 
     def traffic(self, nodes: Nodes, rank: int, num_elements: int, element_bytes: int) -> Traffic:
         return _ring_traffic(nodes.num_workers, rank, num_elements, element_bytes)
@@ -82,7 +82,7 @@ class Ring:
 
 
 class AllGather:
-    """Each worker's own elements to all others, around a ring."""
+    """Sends each worker's elements to all others, around a ring."""
 
     def traffic(self, nodes: Nodes, rank: int, num_elements: int, element_bytes: int) -> Traffic:
         others = nodes.num_workers - 1
@@ -93,7 +93,7 @@ class AllGather:
 
 
 class AllToAll(AllGather):
-    """As many elements for each other worker, straight to it."""
+    """Sends equally many elements from each worker directly to each other worker."""
 
     def path(self, nodes: Nodes, num_bytes: float) -> list[Transfer]:
         local = nodes.workers_per_node
@@ -116,13 +116,14 @@ class AllToAll(AllGather):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rounds of a power of two of workers, whose partners are half as far away in each.
+    """Rounds of exchanges between pairs of workers, whose distance halves from round to round.
 
-    Workers beyond give a partner all they have first, and get it back.
+    A power of two of workers take part; each further worker first sends its tensor to one of them,
+    and gets the sum back at the end.
 
     Attributes:
-        halves: whether partners send each other half of what they had in the round before, and
-            its sum on the way back; else all of it.
+        halves: whether partners exchange halves of what they had in the previous round, and later
+            the sums of these; else they exchange all they have.
     """
 
     halves: bool
@@ -156,7 +157,7 @@ class Pairs:
 
 
 class NodeRoot:
-    """The node's first worker gets everyone's tensor, one after the other, and gives it back."""
+    """The node's first worker receives the others' tensors, one by one, and sends back the sum."""
 
     def traffic(self, nodes: Nodes, rank: int, num_elements: int, element_bytes: int) -> Traffic:
         if nodes.has_shared_memory:
@@ -180,7 +181,7 @@ class NodeRoot:
 
 
 class NodeRing:
-    """A ring of each node's workers."""
+    """A ring within each node."""
 
     def traffic(self, nodes: Nodes, rank: int, num_elements: int, element_bytes: int) -> Traffic:
         local = nodes.workers_per_node
@@ -192,10 +193,11 @@ class NodeRing:
 
 @dataclass(frozen=True)
 class AcrossNodes:
-    """A ring through one worker of each node.
+    """Rings through one worker of each node.
 
     Attributes:
-        from_all: whether each worker of a node sends its part; else the first one sends all.
+        from_all: whether each worker of a node is in a ring, with its part of the tensor; else only
+            the first one is, with the whole tensor.
     """
 
     from_all: bool
@@ -216,7 +218,7 @@ class AcrossNodes:
 
 
 class SharedMemory(Ring):
-    """Memory of one node; beyond it, where none can be shared, the backend's own all-reduce."""
+    """Sums in the shared memory of one node; for several nodes, the backend's own all-reduce."""
 
     def traffic(self, nodes: Nodes, rank: int, num_elements: int, element_bytes: int) -> Traffic:
         if nodes.num_nodes == 1:
@@ -230,17 +232,17 @@ class SharedMemory(Ring):
 
 
 def _chunk(num_elements: int, parts: int, index: int) -> int:
-    """Elements of one of the parts that `torch.tensor_split` makes."""
+    """The number of elements of a part that `torch.tensor_split` returns."""
     return num_elements // parts + (index % parts < num_elements % parts)
 
 
 def _message(num_bytes: int) -> Traffic:
-    """Empty messages are not sent."""
+    """The traffic of a message; empty ones are not sent."""
     return Traffic(num_bytes, 1) if num_bytes else Traffic()
 
 
 def _ring_traffic(size: int, rank: int, num_elements: int, element_bytes: int) -> Traffic:
-    """All chunks but one, twice: rank r doesn't send chunk r + 1, and then not chunk r + 2."""
+    """All chunks but one, twice: rank r sends neither chunk r + 1 first, nor r + 2 later."""
     kept = [_chunk(num_elements, size, rank + offset) for offset in (1, 2)]
     return Traffic(
         (2 * num_elements - sum(kept)) * element_bytes,
@@ -249,7 +251,7 @@ def _ring_traffic(size: int, rank: int, num_elements: int, element_bytes: int) -
 
 
 def _ring_transfer(link: Link, size: int, num_bytes: float, sharing: int = 1) -> Transfer:
-    """Twice around a ring whose links are all of one kind."""
+    """The transfer of an all-reduce around a ring whose links are all of one kind."""
     hops = 2 * (size - 1)
     return Transfer(
         link=link,
@@ -263,10 +265,10 @@ def _ring_transfer(link: Link, size: int, num_bytes: float, sharing: int = 1) ->
 def _around_nodes(
     nodes: Nodes, rounds: int, chunk_bytes: float, summed_bytes: float = 0.0
 ) -> list[Transfer]:
-    """Chunks that travel `rounds` times around a ring through all nodes.
+    """The transfers of chunks that travel `rounds` times around a ring through all nodes.
 
-    All links carry all chunks at once, so the slowest one sets the pace; a chunk meets each
-    link's latency as often as it crosses one.
+    All links carry chunks at the same time, so the slowest link determines the bandwidth; each hop
+    of a chunk adds the latency of its link.
     """
     hops = rounds * (nodes.num_workers - 1)
     if nodes.between is None:
@@ -288,7 +290,7 @@ def _around_nodes(
 
 
 def _through_memory(nodes: Nodes, num_bytes: float) -> list[Transfer]:
-    """A copy in and a copy out; the sum is taken while a piece is in the cache."""
+    """A copy into shared memory and one out; sums are taken while a piece is in the cache."""
     local = nodes.workers_per_node
     memory = Link(bandwidth_bps=8 * nodes.copy_bytes_per_s, latency_s=nodes.intra.latency_s)
     summed_bytes = (local - 1) / local * num_bytes
@@ -300,7 +302,7 @@ def _through_memory(nodes: Nodes, num_bytes: float) -> list[Transfer]:
 def _swap(
     nodes: Nodes, num_ranks: int, distance: int, message_bytes: float, num_messages: int
 ) -> Transfer:
-    """Pairs of the first ranks, whose numbers differ by the bit `distance`, all at once."""
+    """The simultaneous exchanges of the first `num_ranks` ranks with rank XOR `distance`."""
     link, sharing = nodes.intra, 1
     if nodes.between is not None:
         num_crossing = _num_crossing(num_ranks, nodes.workers_per_node, distance)
@@ -316,7 +318,7 @@ def _swap(
 
 @cache
 def _num_crossing(num_ranks: int, per_node: int, distance: int) -> int:
-    """Most workers of one node whose partner is in another.
+    """The largest number of workers of one node whose partner is on another node.
 
     >>> _num_crossing(8, 4, 2), _num_crossing(8, 4, 4)
     (0, 4)

@@ -1,25 +1,25 @@
-"""What a pipeline makes of a step: its stages' seconds, the bubble, and messages between stages.
+"""The time of a step in a pipeline: compute of stages, the bubble, and messages between stages.
 
-[Note: pipelined step] Of `depth` blocks on p workers the first depth mod p have one more than the
-others. The first also has the embeddings, and the last one all compute that is in no block: logits
-and the loss. Of a micro-batch worker i computes t_i seconds, forward and backward, waits of tensor
-parallelism included; in v turns if it has v stages, which are then interleaved. A neighbour's
-activations or gradients come after c seconds, twice for each micro-batch and border between
-stages. Nothing hides them: a turn takes
+[Note: pipelined step] The `depth` blocks are divided among p workers; the first depth mod p workers
+have one more than the others. The first worker also has the embeddings, and the last one all
+compute outside the blocks: logits and the loss. Worker i computes a micro-batch in t_i seconds,
+forward and backward, waits of tensor parallelism included; if it has v interleaved stages, in v
+turns. A neighbour's activations or gradients arrive after c seconds, twice for each micro-batch and
+each border between stages. No compute overlaps these messages, so a turn takes
 
     t_i / v + 2 c (1 - 1 / (v p))
 
-under the 1F1B schedule, in the mean over a pipeline's ends and middle. With m micro-batches a step
+under the 1F1B schedule, averaged over a pipeline's ends and middle. With m micro-batches a step
 takes
 
     sum of all workers' turns + (v m - 1) slowest turn
 
-so that with equal stages the bubble, in which a worker has nothing to do, is of a step
+so with equal stages the bubble, in which a worker is idle, is this share of a step:
 
     (p - 1) / (v m + p - 1)
 
-The first worker ends last; its gradients are exchanged after its last backward pass, as
-`Batch.run` does it.
+The first worker ends last; its gradients are exchanged after its last backward pass, as in
+`Batch.run`.
 
 Source: Narayanan et al., 2021, arXiv:2104.04473, section 2.2.
 """
@@ -35,11 +35,11 @@ from allstep.plan.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """Workers of a copy that have some of its blocks each. See [Note: pipelined step].
+    """A copy of the model whose blocks are divided among workers. See [Note: pipelined step].
 
     Args:
-        transformer: its blocks.
-        mesh: says how they are divided: over p workers along `pipeline`, v stages each.
+        transformer: the model.
+        mesh: how the blocks are divided: among p workers along `pipeline`, with v stages each.
 
     Raises:
         UsageError: if there are fewer blocks than stages.
@@ -63,12 +63,12 @@ class PipelineSpec:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Blocks of each worker."""
+        """Number of blocks of each worker."""
         each, more = divmod(self.transformer.depth, self.mesh.pipeline)
         return tuple(each + (worker < more) for worker in range(self.mesh.pipeline))
 
     def check_micro_batches(self, num_micro_batches: int) -> None:
-        """Refuses fewer micro-batches than workers, which the schedule can't keep at work.
+        """Checks that there are at least as many micro-batches as workers, as the schedule needs.
 
         Raises:
             UsageError: saying what would give enough.
@@ -82,7 +82,7 @@ class PipelineSpec:
             )
 
     def local_params(self, num_params: int) -> list[int]:
-        """Parameters of each worker; the first and the last have those outside of the blocks."""
+        """Parameters of each worker; the first and the last each have those outside the blocks."""
         blocks, p, tensor = self.transformer, self.mesh.pipeline, self.mesh.tensor
         if p == 1:
             return [blocks.local_params(num_params, tensor)]
@@ -91,9 +91,9 @@ class PipelineSpec:
         return [of_block * d + outside * (i in ends) for i, d in enumerate(self.depths)]
 
     def in_flight(self, worker: int, num_micro_batches: int) -> float:
-        """Micro-batches of which a worker keeps activations of all its blocks, at most.
+        """The most micro-batches whose activations a worker keeps, in units of all its blocks.
 
-        p - i, and of interleaved stages (2 (p - 1 - i) + (v - 1) p + 1) / v.
+        It is p - i for worker i, and with interleaved stages (2 (p - 1 - i) + (v - 1) p + 1) / v.
 
         >>> blocks = TransformerSpec(depth=8, width=8, heads=2, sequence_length=8)
         >>> for mesh in (MeshSpec(pipeline=4), MeshSpec(pipeline=4, stages_per_worker=2)):
@@ -114,19 +114,19 @@ class PipelineSpec:
         message_s: float = 0.0,
         sharded_waits: Callable[[int], tuple[float, float]] = lambda num_params: (0.0, 0.0),
     ) -> "CopyStep":
-        """A step of all workers of a copy, as the first one of them sees it.
+        """A step of a copy, from the view of its first worker.
 
         Args:
-            micro: an undivided micro-batch's step.
-            num_micro_batches: of the copy in a step.
+            micro: a micro-batch's step on one worker, undivided.
+            num_micro_batches: micro-batches of the copy in a step.
             all_reduce_s: seconds of the sum of a micro-batch's activations over the workers that
                 share each layer.
-            message_s: seconds of a micro-batch's activations between neighbours.
-            sharded_waits: a worker's parameters -> seconds for which it then waits in a
-                micro-batch, forward and backward. [Note: sharded step]
+            message_s: seconds to send a micro-batch's activations to a neighbour.
+            sharded_waits: number of a worker's parameters -> seconds for which it waits for FSDP2
+                in a micro-batch, forward and backward. [Note: sharded step]
 
         Returns:
-            What is computed and waited for; the exchange of gradients isn't in it.
+            The step's compute and waits, without the exchange of gradients.
 
         Raises:
             UsageError: if there are fewer micro-batches than workers.
@@ -146,7 +146,7 @@ class PipelineSpec:
         backward_s = [s + wait_s for s, (_, wait_s) in zip(backward_s, sharding_s, strict=True)]
         stages_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
         p, v, m = self.mesh.pipeline, self.mesh.stages_per_worker, num_micro_batches
-        messages_s = 2 * message_s * (1 - 1 / (v * p))  # of a turn
+        messages_s = 2 * message_s * (1 - 1 / (v * p))  # per turn
         turns_s = [stage_s / v + messages_s for stage_s in stages_s]
         busy_s = v * m * max(turns_s)
         bubble_s = sum(turns_s) - max(turns_s)
@@ -171,7 +171,7 @@ class PipelineSpec:
         )
 
     def _stages_s(self, whole_s: float, num_params: int, all_reduce_s: float) -> list[float]:
-        """Seconds of each worker of a pass that takes `whole_s` undivided."""
+        """Each worker's seconds of a pass that takes `whole_s` on one worker."""
         divided = self.transformer.block_share(num_params)
         block_s = whole_s * divided / self.mesh.tensor / self.transformer.depth
         seconds = [
@@ -190,11 +190,11 @@ class CopyStep:
     """A step of the workers of a copy, without the exchange of gradients.
 
     Attributes:
-        workload: of the one that ends last, waits included.
-        activations_s: seconds in which the busiest of them waits for activations, of neighbours
-            in a pipeline and of tensor parallelism.
-        bubble_s: seconds in which a pipeline has nothing to do for it.
-        sharding_s: seconds in which it waits for parameters and gradients that FSDP2 has sharded.
+        workload: workload of the worker that ends last, waits included.
+        activations_s: seconds for which the busiest worker waits for activations, from neighbours
+            in a pipeline and in tensor parallelism.
+        bubble_s: seconds for which it is idle in the pipeline's bubble.
+        sharding_s: seconds for which it waits for parameters and gradients that FSDP2 has sharded.
     """
 
     workload: Workload
@@ -204,5 +204,5 @@ class CopyStep:
 
     @property
     def waits_s(self) -> float:
-        """All of these seconds."""
+        """The sum of all waits."""
         return self.activations_s + self.bubble_s + self.sharding_s

@@ -1,4 +1,4 @@
-"""How gradients might be exchanged, as far as time and bytes are concerned."""
+"""Ways to exchange gradients, described by what determines their time and bytes."""
 
 from dataclasses import dataclass, replace
 
@@ -7,27 +7,27 @@ from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
 MIB = 2**20
-# allstep's own first bucket, where others are larger.
+# The size of allstep's first bucket, if others are larger.
 FIRST_BUCKET_BYTES = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec:
-    """An exchange; names are those of the flags of `allstep train`.
+    """A way to exchange gradients; arguments are named as the flags of `allstep train`.
 
     Args:
-        name: for tables.
-        compression: format of what crosses the network.
+        name: name to show in tables.
+        compression: format in which gradients are sent.
         algorithm: one of the all-reduce algorithms, or "auto" for the fastest of them.
-        bucket_bytes: of a bucket; None for a single one at the end of backward,
-            "auto" for the fastest of several.
-        first_bucket_bytes: a smaller first bucket; None for one like the others.
-        staleness: the age of the gradients in steps; 0 waits for this step's.
+        bucket_bytes: size of a bucket; None for a single bucket at the end of backward, "auto" for
+            the fastest of several sizes.
+        first_bucket_bytes: size of a smaller first bucket; None for one like the others.
+        staleness: age of the gradients in steps; 0 waits for this step's.
         sync_every: steps between exchanges; above 1 it is local SGD, which averages parameters.
-        copies_back: whether means are copied from buckets to gradients that lie elsewhere.
+        copies_back: whether means are copied from the buckets back to separate gradients.
 
     Raises:
-        UsageError: for unknown names, or numbers that don't go together.
+        UsageError: for unknown names, or numbers that exclude each other.
     """
 
     name: str
@@ -56,12 +56,12 @@ class PolicySpec:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to choose."""
+        """Whether no argument is "auto"."""
         return "auto" not in (self.algorithm, self.bucket_bytes)
 
     @property
     def in_code(self) -> str:
-        """What a user writes for it.
+        """The Python code for this policy.
 
         >>> print(PolicySpec(name="", compression="fp16", staleness=1).in_code)
         allstep.Stale(steps=1, compression="fp16", algorithm="auto", bucket_bytes="auto")
@@ -75,7 +75,7 @@ class PolicySpec:
         return f'allstep.{kind}{compression}algorithm="auto", bucket_bytes="auto")'
 
     def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "PolicySpec":
-        """This policy with what was left to choose settled; the first bucket is a small one."""
+        """This policy with values for arguments that are "auto"; the first bucket is small."""
         settled = replace(self, algorithm=algorithm) if self.algorithm == "auto" else self
         if self.bucket_bytes != "auto":
             return settled
@@ -83,7 +83,7 @@ class PolicySpec:
         return replace(settled, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bytes)
 
 
-# torch's DistributedDataParallel as it is: without `gradient_as_bucket_view`.
+# torch's DistributedDataParallel by default, without `gradient_as_bucket_view`.
 DDP = PolicySpec(
     name="DDP",
     algorithm="native",
@@ -92,7 +92,7 @@ DDP = PolicySpec(
     copies_back=True,
 )
 
-# The simplest first: of two that are as fast, the earlier is recommended.
+# The simplest first: of two equally fast ones, the earlier one is recommended.
 POLICIES = (
     DDP,
     PolicySpec(name="fp32"),

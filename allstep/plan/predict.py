@@ -16,9 +16,9 @@ from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import TrainingSpec
 
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-# More buckets than this cost more time to start than they hide.
+# More buckets than this take more time to start than their overlap saves.
 _MOST_BUCKETS = 256
-# The share of a single worker's speed that each added worker has to bring.
+# The share of a single worker's speed that each added worker has to add.
 WORTH_ADDING = 0.25
 
 
@@ -27,16 +27,15 @@ class Prediction:
     """The step time and speed of a policy on some number of workers.
 
     Attributes:
-        policy: with nothing left to choose.
+        policy: the policy, with no argument "auto".
         mesh: copies of the model, and workers of each.
         global_batch: samples of a step.
-        num_micro_batches: of a step, over all workers.
-        report: of a step.
-        single_worker_batch: samples of a step of one worker.
-        single_worker_samples_per_s: what it reaches.
-        total_samples: samples of the whole training; None if its length isn't known.
-        copy: what workers of a copy do in a step, and for what they wait; all of it is counted as
-            compute in the report.
+        num_micro_batches: micro-batches of a step, over all workers.
+        report: report of a simulated step.
+        single_worker_batch: samples of a step on a single worker.
+        single_worker_samples_per_s: throughput of a single worker.
+        total_samples: samples of the whole training; None if its length is unknown.
+        copy: compute and waits within a copy in a step; the report counts all of it as compute.
     """
 
     policy: PolicySpec
@@ -51,23 +50,23 @@ class Prediction:
 
     @property
     def num_workers(self) -> int:
-        """Of all copies."""
+        """Workers of all copies."""
         return self.mesh.num_workers
 
     @property
     def waiting_share(self) -> float:
-        """Share of a step spent waiting: for others' numbers, in the bubble and for stragglers."""
+        """Share of a step spent waiting: for others' data, in the bubble and for stragglers."""
         report = self.report
         return (self.copy.waits_s + report.exposed_s + report.straggler_s) / report.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """Of all workers together."""
+        """Throughput of all workers together."""
         return self.global_batch / self.report.step_s
 
     @property
     def speed_up(self) -> float:
-        """Samples per second over those of one worker."""
+        """Throughput divided by that of one worker."""
         return self.samples_per_s / self.single_worker_samples_per_s
 
     @property
@@ -84,7 +83,7 @@ class Prediction:
 
     @property
     def idle_share(self) -> float:
-        """Share of the workers' compute time that is lost, since micro-batches don't divide."""
+        """Share of the workers' compute time lost because micro-batches don't divide evenly."""
         most = ceil(self.num_micro_batches / self.mesh.data)
         return 1 - self.num_micro_batches / (self.mesh.data * most)
 
@@ -108,13 +107,13 @@ def predict(
         cluster: the machines and links that it would run on.
         policies: ways to exchange gradients.
         worker_counts: numbers of workers, each up to `cluster.num_workers`.
-        stragglers: how unequally fast the workers are; equally by default.
+        stragglers: how much the workers' speeds differ; not at all by default.
 
     Returns:
         A prediction for each policy and number of workers, policy by policy.
 
     Raises:
-        UsageError: if the cluster hasn't as many workers, or they would half fill a node.
+        UsageError: if the cluster has fewer workers, or they would fill a node in part only.
 
     >>> from allstep.plan.cluster_files import read_cluster
     >>> from allstep.plan.workload import Workload
@@ -139,7 +138,7 @@ def predict_one(
     num_workers: int,
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
-    """One cell of `predict`; what the policy leaves open is set to what is fastest."""
+    """One prediction of `predict`; arguments of the policy that are "auto" become the fastest."""
     step = CopyStep(workload=training.workload(num_workers))
     return _predict_step(
         training, step, cluster.of(num_workers), policy, MeshSpec(data=num_workers), stragglers
@@ -154,7 +153,7 @@ def _predict_step(
     mesh: MeshSpec,
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
-    """Of what the worker does that ends last, and exchanges gradients along `data`."""
+    """The prediction for the worker that ends last, which exchanges gradients along `data`."""
     best, workload = policy, step.workload
     if not policy.is_settled:
         choices = _choices(policy, data_axis, workload.gradient_bytes)
@@ -181,19 +180,20 @@ def predict_mesh(
 ) -> Prediction:
     """Predicts a policy along `data` of a mesh whose copies of a transformer are divided.
 
-    Activations travel while nothing else does in a copy, and not beside gradients: where both take
-    the same link, the step takes longer. Pipelines: see [Note: pipelined step]. Models that FSDP2
-    has sharded: see [Note: sharded step].
+    Activations are assumed to travel while nothing else does in a copy, and not at the same time as
+    gradients: if both use the same link, the real step takes longer. For pipelines see
+    [Note: pipelined step], for models that FSDP2 shards [Note: sharded step].
 
     Args:
-        training: undivided, with one micro-batch a *copy* if its batch isn't fixed.
-        transformer: its blocks.
+        training: the training on one worker; if its batch isn't fixed, it is one micro-batch per
+            *copy* of the model.
+        transformer: the model.
         cluster: the machines and links that it would run on.
-        policy: exchanges gradients along `data`.
+        policy: how gradients are exchanged along `data`.
         mesh: copies of the model and workers of each.
 
     Returns:
-        A step; with copies of one worker that of `predict`.
+        The prediction; the same as from `predict` if a copy has one worker.
 
     Raises:
         UsageError: if the mesh doesn't fit the heads, the blocks, the cluster or its nodes, or if
@@ -263,7 +263,7 @@ def _choices(policy: PolicySpec, cluster: Cluster, gradient_bytes: int) -> Itera
 
 
 def _algorithms(cluster: Cluster, compression: str) -> list[str]:
-    """What was measured, or is worth a try: schemes for several nodes where there are several."""
+    """The measured algorithms, or if there are none, those that suit the number of nodes."""
     timed = [c.algorithm for c in cluster.collectives if c.compression == compression]
     if timed:
         return timed
@@ -276,11 +276,11 @@ def _algorithms(cluster: Cluster, compression: str) -> list[str]:
 
 
 def worth_adding(rates: Sequence[tuple[int, float]]) -> int:
-    """The largest number of workers up to which each added one brings a quarter or more.
+    """The most workers of which each added one adds at least a quarter of a single one's rate.
 
     Args:
-        rates: (number of workers, samples per second or another measure of progress), growing
-            in the number of workers; the first is taken as worth it.
+        rates: pairs (number of workers, samples per second or another rate of progress), by
+            increasing number of workers; the first number is taken to be worthwhile.
 
     >>> worth_adding([(1, 100.0), (2, 190.0), (4, 350.0), (8, 400.0)])  # the last four: 12 each
     4

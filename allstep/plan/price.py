@@ -2,8 +2,8 @@
 
 T = M e^(R / M) (e^(t / M) - 1) W / t
 
-for W seconds of work with a checkpoint after every t of them, R seconds from an interruption to the
-next step, and M seconds from one interruption to the next on average, of all machines together.
+for W seconds of work with a checkpoint after every t seconds, R seconds from an interruption to the
+next step, and an average of M seconds between interruptions of any of the machines.
 """
 
 import math
@@ -14,16 +14,16 @@ from allstep.plan.predict import Prediction
 from allstep.plan.time_to_target import Target
 
 _DAY_S = 86_400.0
-_LARGEST_EXPONENT = 700.0  # of e, in a float
+_LARGEST_EXPONENT = 700.0  # e to a larger power may not fit into a float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Of machines, and how often they are taken away, such as spot instances.
+    """The price of machines, and how often they are interrupted, as spot instances are.
 
     Args:
-        per_hour: of one machine, in any currency.
-        interruptions_per_day: of one machine, on average, whenever.
+        per_hour: price of one machine per hour, in any currency.
+        interruptions_per_day: average interruptions of one machine per day, at random times.
         restart_s: seconds from an interruption to the next step; all machines wait, and are paid.
         checkpoint_every_s: seconds of training after which a checkpoint is written. What was
             computed since the last one is computed again.
@@ -51,11 +51,11 @@ class Price:
         check_positive("checkpoint_every_s", self.checkpoint_every_s, "600 is ten minutes")
 
     def seconds(self, work_s: float, num_machines: int) -> float:
-        """Expected seconds until so much work is done; infinite if it hardly ever would be.
+        """Expected seconds until the work is done; infinite if it hardly ever would be.
 
         Args:
-            work_s: seconds that it takes undisturbed.
-            num_machines: that must all be there.
+            work_s: seconds of the work without interruptions.
+            num_machines: number of machines; the work needs all of them.
         """
         if not self.interruptions_per_day:
             return work_s
@@ -66,19 +66,19 @@ class Price:
         return work_s * math.exp(restart) * math.expm1(part) / part
 
     def total(self, work_s: float, num_machines: int) -> float:
-        """What all machines cost until so much work is done; see `seconds`."""
+        """The cost of all machines until the work is done; arguments as in `seconds`."""
         return self.per_hour * num_machines * self.seconds(work_s, num_machines) / 3600
 
 
 def work_s(prediction: Prediction, target: Target | None = None) -> float | None:
-    """Undisturbed seconds of a whole training; None if its length isn't known.
+    """Seconds of a whole training without interruptions; None if its length is unknown.
 
     Args:
-        prediction: of a step.
-        target: what a larger batch costs in samples; None for as many samples with any batch.
+        prediction: the prediction of a step.
+        target: how the number of samples grows with the batch; None if it doesn't.
 
     Returns:
-        Seconds.
+        The seconds.
     """
     training_s = prediction.training_s
     if training_s is None or target is None:

@@ -1,16 +1,16 @@
-"""Which policy, on how many workers, and why; or that one worker is better.
+"""Recommends a policy and a number of workers, with the reasons; or one worker if that is better.
 
-[Note: recommendation] What is recommended costs no accuracy: nothing is lost in compression, and
-every update uses the mean of all gradients of its own step. Of such policies within 2 % of the
-fastest, the simplest is chosen. Workers are added as long as each of them brings a quarter of what
-the first one does. If the length of the training is known, several workers must save more time
+[Note: recommendation] The recommended policy costs no accuracy: compression is lossless, and every
+update uses the mean of all gradients of its own step. Among such policies within 2 % of the
+fastest, the simplest is chosen. Workers are added as long as each adds at least a quarter of the
+first worker's speed. If the length of the training is known, several workers must save more time
 than it takes to start them.
 
-What a lossy policy would bring beyond that is said separately, with what it costs. It is proposed
-if it is at least 10 % faster than the recommendation, and if it lost at most as many points of
-accuracy as the user can spare. A policy without a measurement is proposed, too, and said to be
-unmeasured, unless it is local SGD: that changes the training more, the more workers there are, so
-that it is proposed only for as many workers as it was measured on.
+What a lossy policy would gain is reported separately, with its cost. Such a policy is proposed if
+it is at least 10 % faster than the recommendation, and if it lost no more points of accuracy than
+the user allows. A policy without a measurement is proposed, too, and called unmeasured, unless it
+is local SGD: that changes the training the more, the more workers there are, so it is proposed only
+up to the number of workers on which it was measured.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from allstep.plan.time_to_target import Target
 
 # Seconds until several workers have imported torch, found each other and begun to train.
 STARTUP_S = 10.0
-# Differences below this share are smaller than the errors of predictions.
+# Relative differences below this are smaller than the errors of predictions.
 AS_FAST = 0.02
-# A lossy policy that gains less than this is not worth a word.
+# A lossy policy that gains less than this is not mentioned.
 _WORTH_A_LOSS = 0.10
-# Up to here ImageNet kept its accuracy with plain SGD (Goyal et al., 2017).
+# Up to this batch plain SGD kept its accuracy on ImageNet (Goyal et al., 2017).
 _LARGE_BATCH = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to do, and what else could be done at a cost in accuracy.
+    """What to do, and a faster alternative that may cost accuracy.
 
     Attributes:
         choice: the recommended prediction, which costs no accuracy; None for one worker.
@@ -44,7 +44,7 @@ class Recommendation:
         lossy: a faster prediction that may cost accuracy; None if there is none.
         lossy_sentence: what `lossy` would bring and cost, and what would be faster still; "" if
             nothing would be faster.
-        best: for each number of workers above one, the best that costs no accuracy.
+        best: for each number of workers above one, the best prediction that costs no accuracy.
     """
 
     choice: Prediction | None
@@ -65,15 +65,15 @@ def recommend(
     """Chooses among predictions. See [Note: recommendation].
 
     Args:
-        predictions: of policies, the simplest first, for several numbers of workers.
-        accuracy: what the policies cost.
+        predictions: predictions of policies, the simplest first, for several numbers of workers.
+        accuracy: the policies' costs in accuracy.
         max_points_lost: points of accuracy that a lossy policy may cost.
-        target: with it, time to the target counts, and not samples per second.
-        startup_s: seconds to start several workers; counts if the predictions know the length
-            of the training.
+        target: a target, to compare the time to it instead of samples per second.
+        startup_s: seconds to start several workers; ignored if the predictions don't know the
+            length of the training.
 
     Returns:
-        What to do, and what a lossy policy would bring.
+        What to do, and what a lossy policy would gain.
 
     Raises:
         UsageError: if `max_points_lost` or `startup_s` is negative.
@@ -122,19 +122,19 @@ def recommend(
 
 
 def simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
-    """The first of those that are as good as the fastest."""
+    """The first of the predictions that are about as fast as the fastest."""
     fastest_s = min(p.report.step_s for p in predictions)
     return next(p for p in predictions if p.report.step_s <= (1 + AS_FAST) * fastest_s)
 
 
 def _best_by_workers(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """For each number of workers the simplest of the fastest."""
+    """For each number of workers the simplest of the fastest predictions."""
     counts = sorted({p.num_workers for p in predictions})
     return [simplest_fast([p for p in predictions if p.num_workers == count]) for count in counts]
 
 
 def _largest_worth_adding(best: Sequence[Prediction], target: Target | None) -> Prediction | None:
-    """The most workers of which each brings enough; None for one worker."""
+    """The prediction with the most workers that are worth adding; None for one worker."""
     num_workers = worth_adding([(1, 1.0), *((p.num_workers, gain_of(p, target)) for p in best)])
     return next((p for p in best if p.num_workers == num_workers), None)
 
@@ -147,17 +147,17 @@ def _is_allowed(prediction: Prediction, accuracy: AccuracyTable, max_points_lost
 
 
 def _is_beyond(prediction: Prediction, accuracy: AccuracyTable) -> bool:
-    """Whether it is local SGD on more workers than in the measurement."""
+    """Whether the policy is local SGD on more workers than in the measurement."""
     return prediction.policy.sync_every > 1 and prediction.num_workers > accuracy.num_workers
 
 
 def gain_of(prediction: Prediction, target: Target | None) -> float:
-    """How many times as fast as one worker, on the way to the target if there is one."""
+    """The speed-up over one worker: in time to the target, or without one in samples per second."""
     return prediction.speed_up if target is None else target.speed_up(prediction)
 
 
 def _saves_startup(prediction: Prediction, target: Target | None, startup_s: float) -> bool:
-    """Whether the whole training is shorter by more than the start of several workers takes."""
+    """Whether several workers save more of the whole training's time than their start takes."""
     one_s, several_s = prediction.single_worker_training_s, work_s(prediction, target)
     return one_s is None or several_s is None or one_s - several_s > startup_s
 
@@ -188,7 +188,7 @@ def _duration(choice: Prediction, target: Target | None) -> str:
 
 
 def _batch_note(choice: Prediction, target: Target | None) -> str:
-    """Samples per second are not all: large batches may need more of them."""
+    """A warning that a batch this large may need more samples."""
     if target is not None or choice.global_batch <= max(_LARGE_BATCH, choice.single_worker_batch):
         return ""
     return (
@@ -209,7 +209,7 @@ def _instead_of(choice: Prediction, predictions: Sequence[Prediction]) -> str:
 
 
 def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None) -> str:
-    """Why more workers don't pay: what grows most on the way to the next number of them."""
+    """Why more workers don't pay: the bottleneck that grows most up to the next number of them."""
     following = next((p for p in best if p.num_workers > choice.num_workers), None)
     if following is None:
         return ""
@@ -248,7 +248,7 @@ def _too_short(choice: Prediction, target: Target | None, startup_s: float) -> s
 def _bring_and_cost(
     lossy: Prediction, choice: Prediction | None, accuracy: AccuracyTable, target: Target | None
 ) -> str:
-    """A lossy policy against the recommendation."""
+    """The gain and the cost of a lossy policy, compared with the recommendation."""
     gain = gain_of(lossy, target)
     against = "" if choice is None else f", {times_text(gain / gain_of(choice, target))} the above"
     duration = work_s(lossy, target)
@@ -271,7 +271,7 @@ def _temptation(
     accuracy: AccuracyTable,
     target: Target | None,
 ) -> str:
-    """What else would be faster if accuracy didn't matter."""
+    """What would be fastest if accuracy didn't matter."""
     gains = {p.num_workers: gain_of(p, target) for p in best}
     reached = 1.0 if lossy is None else gain_of(lossy, target)
     tempting = [

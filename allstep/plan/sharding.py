@@ -1,20 +1,20 @@
-"""What FSDP2 makes of a step of a model whose states it shards over some workers.
+"""The time of a step of a model whose states FSDP2 shards over some workers.
 
-[Note: sharded step] FSDP2 takes each of the model's `depth` blocks for itself, and the rest
-together. In each micro-batch it gathers all parameters once forward and once backward, and sums
-gradients so that each worker keeps its shard of the sum: three times G seconds, of half an
-all-reduce of the parameters each. Where the shards have copies (HSDP), their sum over these takes
-R seconds more. All of it travels beside compute but for the first part that is gathered and the
-last that is summed, so that a micro-batch of f + b seconds takes
+[Note: sharded step] FSDP2 wraps each of the model's `depth` blocks separately, and the remaining
+layers together. In each micro-batch it gathers all parameters once forward and once backward, and
+reduce-scatters the gradients: three times G seconds, where G is half of an all-reduce of the
+parameters. If the shards have copies (HSDP), the sum over these takes R seconds more. All of this
+overlaps with compute, except for the first gather and the last reduce-scatter of a part, so a
+micro-batch of f + b seconds takes
 
     forward     max(f, G) + G / (depth + 1)
     backward    max(b, 2 G + R) + G / (depth + 1)
 
-where compute and communication are slower beside each other as with any exchange. Nothing is left
-to exchange at the step's end. Each worker updates its shard.
+where compute and communication slow each other down as in any exchange. Nothing is left to exchange
+at the end of the step. Each worker updates its shard.
 
-The stages of a pipeline are sharded each for itself, so that nothing travels beside compute: a
-worker waits G seconds forward and 2 G + R backward in each micro-batch, of its own parameters.
+In a pipeline each stage is sharded as a whole, so nothing overlaps: in each micro-batch a worker
+waits G seconds forward and 2 G + R backward, for its own parameters.
 
 Source: Zhao et al., 2023, arXiv:2304.11277.
 """
@@ -28,13 +28,13 @@ from allstep.plan.workload import Workload
 
 
 def sharded_step(micro: Workload, depth: int, cluster: Cluster, mesh: MeshSpec) -> Workload:
-    """A micro-batch's step of a worker, waits for parameters and gradients included.
+    """A worker's step of one micro-batch, waits for parameters and gradients included.
 
     Args:
-        micro: of the worker, with all parameters of its part of the model.
-        depth: blocks, each of which is gathered for itself.
+        micro: the worker's step without sharding, with all parameters of its part of the model.
+        depth: number of blocks, each of which is gathered separately.
         cluster: the machines.
-        mesh: says over how many workers it is sharded; over one it stays as it is.
+        mesh: says over how many workers the model is sharded; if over one, `micro` is returned.
 
     >>> from allstep.plan.nodes import Link
     >>> link = Link(bandwidth_bps=8e9)
@@ -62,8 +62,8 @@ def sharded_waits(
     """Seconds for which a worker of a pipeline waits in a micro-batch, forward and backward.
 
     Args:
-        micro: an undivided micro-batch's step.
-        num_params: of the worker.
+        micro: a micro-batch's step on one worker, undivided.
+        num_params: parameters of the worker's stages.
         cluster: the machines.
         mesh: says over how many workers its stages are sharded.
     """
@@ -76,7 +76,7 @@ def sharded_waits(
 def _messages(
     micro: Workload, num_params: int, cluster: Cluster, mesh: MeshSpec
 ) -> tuple[BucketCost, float]:
-    """An all-reduce of so many parameters over the shards, and the seconds of one over copies."""
+    """The cost of an all-reduce of parameters over the shards, and seconds of one over copies."""
     shard_axis, copies = mesh.shard_axes(cluster)
     whole = _all_reduce(shard_axis, micro, num_params)
     return whole, _all_reduce(copies, micro, num_params // mesh.shard).seconds
@@ -89,7 +89,7 @@ def _all_reduce(axis: Cluster, micro: Workload, num_elements: int) -> BucketCost
 
 
 def _beside(compute_s: float, wire_s: float, cost: BucketCost) -> float:
-    """Seconds until both have ended, which slow each other down while both go on."""
+    """Seconds until compute and communication have ended, which slow each other down."""
     both_s = min(compute_s, wire_s)
     return max(
         compute_s + cost.compute_slowdown * both_s, wire_s + cost.communication_slowdown * both_s

@@ -1,17 +1,18 @@
-"""Training steps on simulated workers: who computes, who waits and when the wire is busy.
+"""Simulates training steps: when workers compute and wait, and when the network is busy.
 
-[Note: simulated step] Every worker has a clock of its own; all clocks are one array, so that
-16,384 workers take hardly longer than one. They count progress, see [Note: progress]. A bucket's
-collective starts when the last worker has the bucket ready and the wire is free, in the order in
-which buckets fill, and ends for all at once. Compute slows down while the wire is busy, and
-communication while workers still have work that doesn't wait for it. Copying gradients into
-buckets is compute; so is copying means back, where gradients lie elsewhere. After a pause a link
-with a token bucket is ahead of its bandwidth. With staleness k a worker begins step t + 1 when it
-is done with step t and the collectives of step t - k have ended. Local SGD exchanges parameters
-after the last of `sync_every` updates, and nobody computes meanwhile.
+[Note: simulated step] Every worker has its own clock; all clocks are one array, so that 16,384
+workers take hardly longer than one. The clocks count progress, see [Note: progress]. A bucket's
+collective starts when the last worker has the bucket ready and the network is free, in the order in
+which buckets fill, and ends for all workers at the same time. Compute is slower while the network
+is busy, and communication while workers still have compute that doesn't wait for it. Copying
+gradients into buckets counts as compute; so does copying means back to separate gradients. After a
+pause a link with a token bucket may exceed its bandwidth. With staleness k a worker begins step
+t + 1 when it is done with step t and the collectives of step t - k have ended. Local SGD exchanges
+parameters after the last of `sync_every` updates, while no worker computes.
 
-The first rounds fill the pipeline; what is reported is the mean over the later ones. If workers
-differ, these drew a little more or less compute than there is in the long run, which is taken off.
+The first rounds fill the pipeline; the report is the mean over the later ones. If workers differ,
+the simulated rounds drew a little more or less compute than the long-run mean; the report subtracts
+the difference.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,21 +31,21 @@ from allstep.plan.policies import PolicySpec
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.workload import Workload
 
-# Rounds that are averaged; one is enough if workers are equal.
+# The number of rounds that are averaged; one is enough if workers are equal.
 _NUM_RANDOM_ROUNDS = 20
-# Beyond these a simulation would take minutes, or more memory than there is.
+# Above these limits a simulation would take minutes, or more memory than there is.
 _MOST_BUCKETS = 1 << 14
 _MOST_CLOCKS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """An interval of a simulated step.
 
     Attributes:
-        lane: "compute", "wait" or "wire".
-        name: what it was.
-        start_s, end_s: of the slowest worker, from the beginning of the round.
+        lane: "compute", "wait" or "wire", which is the network.
+        name: what took place, such as "forward" or "bucket 0".
+        start_s, end_s: start and end on the slowest worker, from the beginning of the round.
     """
 
     lane: str
@@ -55,16 +56,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """A step in the long run; of local SGD the mean over `sync_every` steps.
+    """The average step in the long run; for local SGD the mean over `sync_every` steps.
 
     Attributes:
         step_s: seconds from step to step.
-        compute_s: seconds of one worker's compute if it had nothing to wait for.
-        exposed_s: seconds in which even the slowest worker waits for the wire.
-        straggler_s: seconds in which a worker waits for slower ones, in the mean.
-        wire_s: seconds in which the wire is busy.
-        traffic: what rank 0 sends in one exchange.
-        timeline: of the last exchange and the compute before it.
+        compute_s: seconds of one worker's compute if it waited for nothing.
+        exposed_s: seconds for which even the slowest worker waits for the network.
+        straggler_s: seconds for which a worker waits for slower ones, averaged over workers.
+        wire_s: seconds in which the network is busy.
+        traffic: traffic of rank 0 in one exchange.
+        timeline: spans of the last exchange and the compute before it.
     """
 
     step_s: float
@@ -77,12 +78,12 @@ class StepReport:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that a single worker would need."""
+        """The time of a single worker's step divided by this step's time."""
         return self.compute_s / self.step_s
 
     @property
     def exchange_share(self) -> float:
-        """Share of the step that the exchange adds: waits, copies, and slower compute beside it."""
+        """Share of the step that the exchange adds: waits, copies, and slower compute meanwhile."""
         return max(0.0, 1 - (self.compute_s + self.straggler_s) / self.step_s)
 
 
@@ -95,17 +96,17 @@ def simulate(
     """Simulates training on all workers of a cluster. See [Note: simulated step].
 
     Args:
-        workload: of each worker.
-        cluster: all of it works; `cluster.of(num_workers)` gives a part.
-        policy: with a fixed algorithm and bucket size.
-        stragglers: how workers differ.
+        workload: each worker's step.
+        cluster: the cluster, of which all workers are used; `cluster.of(num_workers)` is a part.
+        policy: a policy with a fixed algorithm and bucket size.
+        stragglers: how much the workers' speeds differ.
 
     Returns:
-        Seconds and bytes of a step in the long run.
+        Seconds and bytes of the average step in the long run.
 
     Raises:
-        UsageError: if the policy leaves something to choose, or makes more buckets than can be
-            simulated; or if there are more workers than can differ.
+        UsageError: if an argument of the policy is "auto"; if there are more buckets than can be
+            simulated, or, with stragglers, more workers.
     """
     if not policy.is_settled:
         raise UsageError(
@@ -123,7 +124,7 @@ def simulate(
 def exchange_traffic(
     workload: Workload, policy: PolicySpec, nodes: Nodes, rank: int = 0
 ) -> Traffic:
-    """What the worker of a rank sends in one exchange, to the byte."""
+    """The exact traffic of the worker of a rank in one exchange."""
     element_bytes = _element_bytes(workload, policy)
     sizes = _bucket_sizes(workload, policy)
     sent_for = {
@@ -134,7 +135,7 @@ def exchange_traffic(
 
 
 def _element_bytes(workload: Workload, policy: PolicySpec) -> int:
-    """Of what is exchanged: gradients in their own dtype, parameters in float32 or more."""
+    """Bytes of an exchanged element: gradients keep their dtype, parameters have 4 or more."""
     least_bytes = FLOAT32_BYTES if policy.sync_every > 1 else 1
     return max(least_bytes, workload.element_bytes)
 
@@ -152,13 +153,13 @@ def _bucket_sizes(workload: Workload, policy: PolicySpec) -> list[int]:
 
 
 class _Simulation:
-    """The state between steps: where each worker's clock and the wire stand."""
+    """The state of a simulation between steps: the workers' clocks and the network."""
 
     def __init__(
         self, workload: Workload, cluster: Cluster, policy: PolicySpec, stragglers: Stragglers
     ) -> None:
-        if cluster.num_workers == 1:  # waits for nobody, and has no use for buckets
-            stragglers = NO_STRAGGLERS  # in the long run it takes its mean
+        if cluster.num_workers == 1:  # it waits for nobody, and needs no buckets
+            stragglers = NO_STRAGGLERS  # in the long run its speed is its mean
             cluster = replace(cluster, bucketing_s_per_byte=0.0, gradient_s=0.0)
         self.workload, self.cluster, self.policy = workload, cluster, policy
         self.stragglers = stragglers
@@ -171,35 +172,35 @@ class _Simulation:
             for size in {*sizes}
         }
         self.costs = [cost_of[size] for size in sizes]
-        # Seconds of compute to fill each bucket, and to copy means to where the gradients are.
+        # Seconds of compute to fill each bucket, and to copy means back to separate gradients.
         copy_s = workload.element_bytes * cluster.bucketing_s_per_byte
         each_s = cluster.gradient_s * len(workload.gradients) / workload.num_params
         self.take_s = [(copy_s + each_s) * size for size in sizes]
         self.land_s = [policy.copies_back * copy_s * size for size in sizes]
         self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.land_s)
         self.wire = Activity()
-        # Equal workers are all at the same point: one clock stands for them.
+        # Equal workers always have the same progress: one clock represents all of them.
         self.advance_to(np.zeros(cluster.num_workers if self.stragglers.is_active else 1))
-        self.ends_s: list[list[float]] = []  # of the collectives of each step
+        self.ends_s: list[list[float]] = []  # ends of the collectives, for each step
         self.step = 0
-        self.landed_s = 0.0  # when the buckets so far are where the gradients are
+        self.landed_s = 0.0  # when the means of the buckets so far are copied back
         self.forget_totals()
 
     def advance_to(self, progress: NDArray[np.float64]) -> None:
-        """Sets all clocks. What the wire does later leaves the slowest worker's where it stands."""
+        """Sets all clocks; the slowest worker's time doesn't depend on later network activity."""
         self.progress, self.most_progress = progress, float(progress.max())
         self.last_s = self.wire.time_at(self.most_progress)
 
     def forget_totals(self) -> None:
-        self.drawn_s = 0.0  # compute of the mean worker
+        self.drawn_s = 0.0  # compute, averaged over workers
         self.busy_s = self.exposed_s = self.straggler_s = 0.0
         self.spans: list[Span] = []
 
     def fill_pipeline(self) -> None:
-        """Runs the first rounds; a wire that can't keep up is late from the beginning.
+        """Runs the first rounds; a network slower than compute starts with its final backlog.
 
-        It would get later by a little each step, until stale gradients are as late as they may
-        be: thousands of steps if compute and wire take nearly the same time.
+        Otherwise the backlog would grow a little in each step, until gradients are as stale as the
+        policy allows: after thousands of steps if compute and network take nearly the same time.
         """
         staleness = self.policy.staleness
         wire_s = sum(cost.seconds * (1 + cost.communication_slowdown) for cost in self.costs)
@@ -235,7 +236,7 @@ class _Simulation:
         )
 
     def round(self) -> None:
-        """The steps from one exchange to the next."""
+        """Runs the steps from one exchange to the next."""
         if self.policy.sync_every == 1:
             self.synchronous_step()
         else:
@@ -258,7 +259,7 @@ class _Simulation:
         self.compute("optimizer", self.workload.optimizer_s * factor)
 
     def land(self, ends_s: list[float]) -> None:
-        """Waits for the buckets of a step, and copies them one by one if they are copied."""
+        """Waits for the buckets of a step, and copies each back if the policy does so."""
         if not any(self.land_s):
             self.wait_until(ends_s[-1])
             return
@@ -267,10 +268,10 @@ class _Simulation:
             self.compute("landing", seconds)
 
     def average_parameters(self) -> None:
-        """All of them as one: copied together, summed, divided, and copied back.
+        """Exchanges all parameters: copies them together, sums, divides, and copies them back.
 
-        Exchanges in memory that workers share are measured without copies, as gradients lie
-        there; parameters are copied there and back.
+        Exchanges in shared memory are measured without copies, since gradients are allocated there;
+        parameters have to be copied there and back.
         """
         num_bytes = _element_bytes(self.workload, self.policy) * self.workload.num_params
         copy_s = self.cluster.bucketing_s_per_byte * num_bytes
@@ -285,7 +286,7 @@ class _Simulation:
         self.compute("landing", (1 + num_copies) * copy_s)
 
     def draw(self) -> NDArray[np.float64]:
-        """How much longer each worker's compute takes in this step."""
+        """Each worker's factor on the time of compute in this step."""
         self.step += 1
         factors = self.stragglers.draw(self.step, len(self.progress))
         self.drawn_s += self.workload.compute_s * float(factors.mean())
@@ -297,9 +298,10 @@ class _Simulation:
         self.spans.append(Span("compute", name, start_s, self.last_s))
 
     def communicate(self, index: int, work_left_s: float) -> float:
-        """Puts a bucket on the wire, while the slowest worker has `work_left_s` of backward left.
+        """Sends a bucket while the slowest worker still has `work_left_s` of backward to do.
 
-        Returns the time of its end.
+        Returns:
+            The time at which the bucket's collective ends.
         """
         start_s = max(self.last_s, self.wire.free_s)
         free_work_s = self.limit(work_left_s) - self.wire.progress_at(start_s)
@@ -317,15 +319,15 @@ class _Simulation:
         return end_s
 
     def limit(self, work_left_s: float) -> float:
-        """How far workers get, at most, before they need what goes on the wire now."""
-        num_free = self.policy.staleness - len(self.ends_s)  # steps that wait for nothing
+        """The most progress that workers can reach before they need the bucket being sent now."""
+        num_free = self.policy.staleness - len(self.ends_s)  # steps that wait for no collective
         limit = self.most_progress + work_left_s + num_free * self.step_work_s
         for ends_s in self.ends_s:
             limit = max(limit, self.wire.progress_at(ends_s[-1])) + self.step_work_s
         return limit
 
     def contended_s(self, seconds: float, work_s: float, cost: BucketCost) -> float:
-        """How long communication takes that goes on beside `work_s` of compute."""
+        """Seconds of communication that overlaps with `work_s` seconds of compute."""
         slower = 1 + cost.communication_slowdown
         beside_s = min(seconds * slower, work_s * (1 + cost.compute_slowdown))
         return beside_s + (seconds - beside_s / slower)

@@ -1,4 +1,4 @@
-"""How much slower than usual a worker's compute may be, step by step."""
+"""Random variation of the workers' compute time from step to step."""
 
 import math
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from allstep.errors import UsageError, check_not_negative, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """A distribution of the factor by which a worker's compute takes longer in a step.
+    """A distribution of the factor on the time of a worker's compute in a step.
 
     factor = exp(spread * z - spread^2 / 2), z normal: its mean is 1
     factor *= slow_factor, with `slow_probability`
 
     Args:
         spread: standard deviation of the factor's logarithm; 0.03 is about 3 %.
-        slow_probability: of an outright slow step of a worker.
-        slow_factor: how much longer it takes.
-        seed: of the draws.
+        slow_probability: probability that a worker's step is slow.
+        slow_factor: additional factor of a slow step.
+        seed: seed of the random numbers.
 
     Raises:
         UsageError: for numbers out of range.
@@ -47,7 +47,7 @@ class Stragglers:
 
     @property
     def mean_factor(self) -> float:
-        """What the factors come to in the long run.
+        """The mean of the factors in the long run.
 
         >>> Stragglers(spread=0.5, slow_probability=0.1, slow_factor=3).mean_factor
         1.2
@@ -55,7 +55,7 @@ class Stragglers:
         return 1 + self.slow_probability * (self.slow_factor - 1)
 
     def draw(self, step: int, num_workers: int) -> NDArray[np.float64]:
-        """The factors of one step, the same whenever they are asked for; [num_workers]."""
+        """The factors of one step, [num_workers]; for the same step they are always the same."""
         if not self.is_active:
             return np.ones(num_workers)
         rng = np.random.default_rng([self.seed, step])

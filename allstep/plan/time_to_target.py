@@ -2,7 +2,7 @@
 
 (S / S_min - 1) (E / E_min - 1) = 1
 
-for S steps and E samples: at the batch B_crit = E_min / S_min both are twice their least.
+for S steps and E samples: at the batch B_crit = E_min / S_min both are twice their minimum.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from allstep.plan.predict import Prediction
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A quality that is reached after so many samples at a known batch.
+    """A quality that is reached after `num_samples` samples with `known_batch`.
 
     Args:
         critical_batch: B_crit in samples; the noise scale is an estimate of it, within a factor
-            of three for most tasks of McCandlish et al. and far off for autoencoders.
+            of three for most tasks of McCandlish et al., but far off for autoencoders.
         num_samples: samples to the target at `known_batch`.
         known_batch: the batch at which they were counted.
 
@@ -65,7 +65,7 @@ class Target:
         return self.samples(prediction.global_batch) / prediction.samples_per_s
 
     def speed_up(self, prediction: Prediction) -> float:
-        """How many times sooner than by one worker the target is reached."""
+        """One worker's time to the target divided by the prediction's."""
         lone_s = (
             self.samples(prediction.single_worker_batch) / prediction.single_worker_samples_per_s
         )

@@ -1,25 +1,26 @@
-"""The blocks of a transformer, and what tensor parallelism makes of a step of them.
+"""The parameters of a transformer, and the time of its step under tensor parallelism.
 
 [Note: divided blocks] A block has query, key, value and output matrices of w x w for w features,
-and an mlp of w x 4w x w. Query, key, value and the mlp's first matrix are divided by columns, the
-other two by rows, so that all is whole again after each half of a block: there, workers of a copy
-wait for the sum of their activations, and in the backward pass for that of their gradients. The
-embeddings of v tokens, which make the logits, too, are divided by tokens, but not in a pipeline. Of
-n parameters r are outside of the blocks, with the positions' embeddings and the last norm:
+and an MLP of w x 4w x w. Query, key, value and the MLP's first matrix are divided by columns, the
+other two by rows, so that activations are whole again after each half block: there the workers of a
+copy wait for the sum of their activations, and in the backward pass for the sum of their gradients.
+The embeddings of v tokens, which also compute the logits, are divided by tokens, but not in a
+pipeline. r of the n parameters are outside the blocks: these embeddings, those of positions, and
+the last norm, hence
 
     v w = r - (s + 2) w
 
-where s is the sequence's length. Each of t workers has
+where s is the length of a sequence. Each of t workers has
 
     n - (1 - 1/t) (depth (12 w^2 + 7 w) + v w)
 
-and of a step's compute, with a share of d that is divided,
+parameters, and its share of a step's compute, of which the share d is divided, is
 
     d/t + 1 - d
 
-where d is measured, or 1, as all multiplications are in the blocks and the logits. That leaves out
-what has no matrices: in small models on CPUs a quarter of the time. In a pipeline, where logits are
-whole, it is of the multiplications of a token
+where d is measured, or 1, as all multiplications are in the blocks and the logits. The latter
+neglects operations without matrices, which take a quarter of the time in small models on CPUs. In a
+pipeline, where logits are whole, d is the blocks' share of a token's multiplications:
 
     d = depth (12 w^2 + 2 s w) / (depth (12 w^2 + 2 s w) + v w)
 
@@ -33,22 +34,22 @@ from allstep.errors import UsageError, check_integer, check_multiple, check_shar
 from allstep.plan.compression import FLOAT32_BYTES
 from allstep.plan.workload import Workload
 
-_ALL_REDUCES = 2  # of a block, in each of forward and backward
+_ALL_REDUCES = 2  # per block in the forward pass, and as many in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
-    """What the planner has to know of a transformer to divide it. See [Note: divided blocks].
+    """The size of a transformer, as needed to divide it. See [Note: divided blocks].
 
     Args:
         depth: number of blocks.
         width: features of a token.
-        heads: of the attention, which are divided.
+        heads: number of attention heads, which are divided among workers.
         sequence_length: tokens of a sample.
-        activation_bytes: of a feature of a token: 2 under autocast, else those of a parameter.
-        measured_share: of a pass's seconds, those of the blocks' layers that are divided; None to
-            count multiplications.
-        measured_logits_share: of a pass's seconds, those of the logits, if these were measured.
+        activation_bytes: bytes of a token's feature: 2 under autocast, else those of a parameter.
+        measured_share: share of a pass's seconds in the divided layers of the blocks; None to count
+            multiplications.
+        measured_logits_share: share of a pass's seconds in the logits, if this was measured.
 
     Raises:
         UsageError: for numbers out of range, or heads that don't divide the width.
@@ -76,18 +77,18 @@ class TransformerSpec:
 
     @property
     def divided_params(self) -> int:
-        """Parameters of the blocks of which a worker has a part."""
+        """Parameters of the blocks that are divided among workers."""
         return self.depth * (12 * self.width**2 + 7 * self.width)
 
     def block_params(self, tensor: int) -> int:
-        """Parameters of a block that one worker has."""
+        """Parameters of a block on one of `tensor` workers."""
         return self.divided_params // self.depth // tensor + 6 * self.width
 
     def outside_params(self, num_params: int) -> int:
-        """Parameters that are in no block: embeddings and the last norm.
+        """Parameters outside the blocks: embeddings and the last norm.
 
         Raises:
-            UsageError: if there are fewer parameters than the blocks alone have.
+            UsageError: if there are fewer parameters than the blocks have.
         """
         in_blocks = self.depth * self.block_params(1)
         if num_params < in_blocks:
@@ -98,15 +99,15 @@ class TransformerSpec:
         return num_params - in_blocks
 
     def vocabulary_params(self, num_params: int) -> int:
-        """Of `outside_params` those of the embeddings of tokens."""
+        """Parameters of the token embeddings, a part of `outside_params`."""
         whole = (self.sequence_length + 2) * self.width
         return max(0, self.outside_params(num_params) - whole)
 
     def check_tensor(self, tensor: int) -> None:
-        """Refuses a length of the axis that doesn't divide the heads.
+        """Checks that the heads divide evenly among `tensor` workers.
 
         Raises:
-            UsageError: saying which lengths do.
+            UsageError: if they don't.
         """
         if self.heads % tensor:
             raise UsageError(
@@ -115,14 +116,14 @@ class TransformerSpec:
             )
 
     def local_params(self, num_params: int, tensor: int) -> int:
-        """Parameters of one worker, without a pipeline."""
+        """Parameters on one of `tensor` workers, without a pipeline."""
         vocabulary = self.vocabulary_params(num_params)
         whole = self.outside_params(num_params) - vocabulary
         return self.depth * self.block_params(tensor) + vocabulary // tensor + whole
 
     @property
     def divided_share(self) -> float:
-        """Share of the forward and backward pass that is divided, without a pipeline."""
+        """Share of the forward and backward pass that is divided if there is no pipeline."""
         if self.measured_share is not None:
             return min(1.0, self.measured_share + self.measured_logits_share)
         return 1.0
@@ -136,11 +137,11 @@ class TransformerSpec:
         return blocks / (blocks + self.vocabulary_params(num_params))
 
     def num_activations(self, num_samples: int) -> int:
-        """Elements of what is summed over a copy's workers after half a block."""
+        """Elements of the activations that a copy's workers sum after each half block."""
         return num_samples * self.sequence_length * self.width
 
     def waits_s(self, all_reduce_s: float) -> float:
-        """Seconds of a forward pass, or of a backward pass, in which a copy's workers wait.
+        """Seconds for which a copy's workers wait in a forward pass, and as many in a backward.
 
         Args:
             all_reduce_s: seconds of the sum of `num_activations`.
@@ -148,17 +149,17 @@ class TransformerSpec:
         return _ALL_REDUCES * self.depth * all_reduce_s
 
     def divide(self, workload: Workload, tensor: int, all_reduce_s: float) -> Workload:
-        """A micro-batch's step of one of the workers of a copy, waits for activations included.
+        """A micro-batch's step on one of the workers of a copy, waits for activations included.
 
-        When a share of the gradient is ready is taken to be the same as undivided.
+        `ready`, which says when each share of the gradient is ready, stays as it is undivided.
 
         Args:
-            workload: undivided.
-            tensor: workers of a copy.
+            workload: the step on one worker, undivided.
+            tensor: number of workers of a copy.
             all_reduce_s: seconds of the sum of `num_activations`.
 
         Raises:
-            UsageError: if the heads don't divide, or the parameters aren't enough.
+            UsageError: if the heads don't divide evenly, or there are too few parameters.
 
         >>> blocks = TransformerSpec(depth=1, width=4, heads=2, sequence_length=8)
         >>> whole = Workload(num_params=12 * 16 + 13 * 4, forward_s=1.0, backward_s=2.0)
@@ -183,7 +184,7 @@ class TransformerSpec:
 
 
 def scaled_gradients(sizes: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """Whole sizes in nearly the same proportions, of another total; none of them is empty.
+    """Integer sizes with a new total in nearly the same proportions, without those that become 0.
 
     >>> scaled_gradients((600, 300, 1), 450)
     (300, 150)

@@ -1,4 +1,4 @@
-"""A training as numbers: what a worker computes in a step, and how the batch is shared out."""
+"""A training in figures: a worker's compute in a step, and how the batch is divided."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ class Bucket:
     """A piece of the gradient.
 
     Attributes:
-        num_elements: of the gradient.
-        backward_s: seconds of the backward pass from the bucket before to this one's readiness.
+        num_elements: number of its elements.
+        backward_s: seconds of the backward pass from when the previous bucket is ready until this
+            one is.
     """
 
     num_elements: int
@@ -33,23 +34,22 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one worker does in a step, communication left out.
+    """One worker's work in a step, without communication.
 
     Args:
         num_params: elements of the gradient.
-        forward_s: seconds until the last backward pass begins; earlier micro-batches included.
+        forward_s: seconds until the last backward pass begins, earlier micro-batches included.
         backward_s: seconds of the last backward pass, whose gradients are exchanged.
         optimizer_s: seconds of the update.
         num_samples: samples of this worker in a step.
-        ready: how far the backward pass is, as a share of its seconds, when a share of the
-            gradient is ready: pairs (share of gradient, share of seconds), both increasing to 1.
-            By default both grow together.
-        gradients: elements of each gradient in the order in which they are ready, where buckets
-            hold whole ones; () if buckets may end anywhere.
-        core_share: share of its seconds in which the compute needs the worker's cores, waits for
-            those that others share included, and so competes with the exchange for them.
-        element_bytes: of the gradient, which has its parameters' dtype: 2 of bfloat16, 4 of
-            float32, 8 of float64.
+        ready: pairs (share of the gradient, share of the backward pass's seconds after which it is
+            ready), both increasing to 1. By default both grow in proportion.
+        gradients: elements of each gradient in the order in which they become ready, if buckets
+            hold whole gradients; () if buckets may end anywhere.
+        core_share: share of the compute's seconds in which it needs the worker's cores, and so
+            competes with the exchange; waits for cores shared with other workers count.
+        element_bytes: bytes of an element of the gradient, which has its parameters' dtype: 2 for
+            bfloat16, 4 for float32, 8 for float64.
 
     Raises:
         UsageError: for numbers out of range.
@@ -96,9 +96,9 @@ class Workload:
         num_samples: int = 1,
         element_bytes: int = FLOAT32_BYTES,
     ) -> "Workload":
-        """A step of which only the whole is known: a third is forward, the rest backward.
+        """A step of which only the total time is known: a third is forward, the rest backward.
 
-        The backward pass of a matrix multiplication does two of the forward's size.
+        The backward pass of a matrix multiplication consists of two multiplications as large.
         """
         check_positive("step_s", step_s, "0.1 is 100 ms")
         return cls(
@@ -111,22 +111,22 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step without any communication."""
+        """Seconds of a step without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the gradient."""
+        """Size of the gradient in bytes."""
         return self.element_bytes * self.num_params
 
     def bucket_sizes(
         self, bucket_bytes: int | None, first_bucket_bytes: int | None = None
     ) -> list[int]:
-        """Elements of each bucket in the order in which they are ready.
+        """Elements of each bucket in the order in which they become ready.
 
         Args:
-            bucket_bytes: of a full bucket; None for one bucket of everything.
-            first_bucket_bytes: the same of the first one; `bucket_bytes` by default.
+            bucket_bytes: size of a full bucket; None for one bucket for all gradients.
+            first_bucket_bytes: size of the first bucket; `bucket_bytes` by default.
 
         >>> workload = Workload.from_step(num_params=1000, step_s=0.3)
         >>> workload.bucket_sizes(1600, 400)
@@ -144,9 +144,9 @@ class Workload:
         return [end - start for start, end in itertools.pairwise(edges)]
 
     def buckets(self, sizes: Sequence[int]) -> tuple[Bucket, ...]:
-        """Buckets of these sizes with the backward seconds that `ready` gives each.
+        """Buckets of these sizes, with backward seconds according to `ready`.
 
-        Backward seconds beyond the last bucket's readiness are added to the last one.
+        Seconds of the backward pass after the last bucket is ready count for that bucket.
         """
         assert sum(sizes) == self.num_params
         ends = [end / self.num_params for end in itertools.accumulate(sizes)]
@@ -157,7 +157,7 @@ class Workload:
         return tuple(itertools.starmap(Bucket, zip(sizes, spans, strict=True)))
 
     def _whole_gradients(self, bucket_bytes: int, first_bucket_bytes: int | None) -> list[int]:
-        """Buckets that are full as soon as they hold the bytes asked for."""
+        """Sizes of buckets of whole gradients; a bucket is full once it has the wanted bytes."""
         first_bytes = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
         sizes: list[int] = []
         filling = 0
@@ -175,13 +175,13 @@ class TrainingSpec:
 
     Args:
         micro: a worker's step of one micro-batch of `micro.num_samples`.
-        global_batch: samples of a step whatever the workers; None for one micro-batch a worker,
-            so that the batch grows with the workers.
+        global_batch: samples of a step with any number of workers; None for one micro-batch per
+            worker, so that the batch grows with the workers.
         total_samples: samples of the whole training, which is epochs times samples of the
-            training set; None if its length isn't known.
+            training set; None if its length is unknown.
 
     Raises:
-        UsageError: if the global batch is no multiple of the micro-batch, or the length is not
+        UsageError: if the global batch isn't a multiple of the micro-batch, or the length isn't
             positive.
 
     >>> micro = Workload(num_params=10, forward_s=1.0, backward_s=2.0, num_samples=32)
@@ -203,15 +203,15 @@ class TrainingSpec:
             check_multiple("global_batch", self.global_batch, "micro_batch", self.micro.num_samples)
 
     def batch(self, num_workers: int) -> int:
-        """Samples of a step."""
+        """Samples of a step on `num_workers` workers."""
         return self.global_batch or num_workers * self.micro.num_samples
 
     def num_micro_batches(self, num_workers: int) -> int:
-        """Micro-batches of a step of the busiest of the workers."""
+        """Micro-batches per step of the busiest worker."""
         return ceil(self.batch(num_workers) / (num_workers * self.micro.num_samples))
 
     def workload(self, num_workers: int) -> Workload:
-        """What the busiest of the workers does in a step; the last micro-batch is exchanged."""
+        """The busiest worker's step, which exchanges gradients with the last micro-batch only."""
         micro, most = self.micro, self.num_micro_batches(num_workers)
         earlier_s = (most - 1) * (micro.forward_s + micro.backward_s)
         return replace(
