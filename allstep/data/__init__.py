@@ -1,6 +1,6 @@
-"""Data in global batches, the same for any number of workers; readers of files.
+"""Loaders of global batches, the same for any number of workers; and readers of files.
 
-The readers of pictures, which need packages of their own, are imported when they are asked for.
+The readers of pictures, which need additional packages, are imported on first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Global batches, this worker's micro-batches of them, and the base of all their loaders."""
+"""Global batches, a worker's micro-batches of them, and the base class of their loaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from allstep.errors import UsageError, check_integer
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that go through the model at once.
+    """Samples of one pass through the model.
 
     Attributes:
-        index: its index in the global batch, whichever worker runs it.
+        index: index of the micro-batch in the global batch, whichever worker runs it.
         num_samples: number of samples in `data`.
         data: the collated samples.
-        is_last: whether it is this worker's last of the global batch.
+        is_last: whether it is this worker's last micro-batch of the global batch.
     """
 
     index: int
@@ -35,13 +35,13 @@ class GlobalBatch:
     """This worker's part of the samples of one optimizer step.
 
     Attributes:
-        step: optimizer steps before this one.
-        epoch: passes over the data before this one.
+        step: number of optimizer steps before this one.
+        epoch: number of passes over the data before this one.
         num_samples: samples of the whole global batch, over all workers.
         micro_batches: this worker's micro-batches, fetched on demand; may be empty.
-        num_local_micro_batches: the number of these.
+        num_local_micro_batches: number of this worker's micro-batches.
         num_micro_batches: number of micro-batches of all workers together.
-        position: samples before this batch, over all epochs.
+        position: number of samples before this batch, over all epochs.
     """
 
     step: int
@@ -55,7 +55,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
-    """How samples become global batches and micro-batches; see `allstep.data.loader`."""
+    """How samples are divided into global batches and micro-batches; see `allstep.data.loader`."""
 
     global_batch: int
     micro_batch: int
@@ -83,25 +83,25 @@ class GlobalBatchLoader(ABC):
 
     def __init__(self, comm: Communicator, cutting: Cutting) -> None:
         self.comm = comm
-        self.global_batch = int(cutting.global_batch)  # it may be numpy's
+        self.global_batch = int(cutting.global_batch)  # it may be a numpy integer
         self.micro_batch = int(cutting.micro_batch)
         self.seed = int(cutting.seed)
         self.step = 0
         self.shares = cutting.shares
         self._drop_last = cutting.drop_last
         self._processes = cutting.processes
-        self._items: Items | None = None  # what is being read
+        self._items: Items | None = None  # open while samples are being read
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Whole passes over the data so far."""
+        """Number of whole passes over the data so far."""
 
     def global_batches(self) -> Iterator[GlobalBatch]:
         """The current epoch's remaining batches; a batch counts as consumed when it is yielded.
 
-        Micro-batches that are left of a batch when the next one is requested are dropped. The loop
-        may be left and begun again: it continues where it was.
+        Micro-batches of a batch that are not consumed when the next batch is requested are dropped.
+        A loop that was left may be started again: it continues where it was.
         """
         epoch = self.epoch
         while self.epoch == epoch:
@@ -112,7 +112,7 @@ class GlobalBatchLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         """This worker's remaining micro-batches of the epoch, for a loop without `steps`.
 
-        Each of them is one step, so every worker must have one of equal size.
+        Each micro-batch is one step, so every worker must have one of the same size.
 
         Raises:
             UsageError: if the workers' shares of a global batch would be unequal.
@@ -145,7 +145,7 @@ class GlobalBatchLoader(ABC):
         """Divides the next global batches by the workers' seconds per micro-batch, if worthwhile.
 
         Call it between two global batches, on all workers alike. Samples that were read ahead are
-        read again: a worker without a part of the last batch may not have passed it yet.
+        read again, as the division decides who reads them.
 
         Args:
             seconds: seconds per micro-batch, [workers], the same on all workers.
@@ -159,7 +159,7 @@ class GlobalBatchLoader(ABC):
         return has_moved
 
     def begin_again(self, state: Mapping[str, int]) -> None:
-        """Divides global batches over the present workers of `comm`, from a position on.
+        """Divides global batches among the present workers of `comm`, from a position on.
 
         Args:
             state: what `state_dict` returned.
@@ -168,7 +168,7 @@ class GlobalBatchLoader(ABC):
         self.load_state_dict(state)
 
     def options(self) -> dict[str, Any]:
-        """What the samples of each step follow from, for a position to mean the same again."""
+        """The options that determine each step's samples; a position is valid for equal options."""
         return {
             "seed": self.seed,
             "global_batch": self.global_batch,
@@ -178,7 +178,7 @@ class GlobalBatchLoader(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, int]:
-        """The position in the data: `samples` consumed and `steps` made since the start."""
+        """The position in the data: numbers of `samples` and `steps` since the start."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -202,7 +202,7 @@ class GlobalBatchLoader(ABC):
 
     @abstractmethod
     def _next_batch(self) -> GlobalBatch | None:
-        """The next batch, or None if the epoch turned out to be over."""
+        """The next batch; None if the epoch turned out to be over."""
 
     @abstractmethod
     def _may_end_short(self) -> bool:

@@ -1,4 +1,4 @@
-"""Samples to micro-batches, each sample with a random state of its own."""
+"""Fetches samples, each with its own random state, and collates them to micro-batches."""
 
 from collections.abc import Callable, Sequence, Sized
 from threading import Lock
@@ -25,19 +25,19 @@ from allstep.errors import UsageError
 Collate = Callable[[list[Any]], Any]
 Key = tuple[int, Sequence[int] | NDArray[np.int64]]  # (epoch, indices of samples)
 
-# The random states belong to the process: workers that are its threads take turns with them.
-# A loader's process never waits for it, as it may have been copied from the parent locked.
+# A process has one set of random states, so workers that are threads of it take turns.
+# A loader process never waits for the lock, since it may have been forked while it was locked.
 RANDOM_STATE_LOCK = Lock()
 
 
 def is_map_style(dataset: object) -> bool:
-    """Whether samples can be read by their index; of a stream or a torch DataLoader they can't."""
+    """Whether samples can be read by index, unlike those of a stream or of a torch DataLoader."""
     is_stream = isinstance(dataset, IterableDataset)
     return isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not is_stream
 
 
 def not_map_style(dataset: object) -> UsageError:
-    """The error for such a data set where one that is map-style is needed."""
+    """The error for a data set that should be map-style but isn't."""
     return UsageError(
         f"`dataset` (a {type(dataset).__name__}) has no length or can't be indexed; give a"
         " map-style set, not a stream or a DataLoader."
@@ -45,10 +45,10 @@ def not_map_style(dataset: object) -> UsageError:
 
 
 def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> Any:
-    """One sample, drawn with the random state of (seed, epoch, index).
+    """Fetches a sample with the random state of (seed, epoch, index).
 
-    So an augmentation draws the same numbers on any number of workers and loader processes.
-    An exception keeps its type; its traceback ends with the sample's index.
+    Hence an augmentation draws the same random numbers on any number of workers and loader
+    processes. An exception of the data set is raised with a note that names the sample's index.
     """
     seed_all(derive_seed(seed, epoch, index))
     try:
@@ -59,13 +59,13 @@ def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> An
 
 
 def begin_epoch(dataset: Dataset[Any], seed: int, epoch: int, *salt: int) -> None:
-    """Tells a data set that shuffles itself the epoch; what it draws follows from that."""
+    """Calls `set_epoch` of the data set if it has one, with a random state for the epoch."""
     seed_all(derive_seed(seed, epoch, -1, *salt))
     _tell_epoch(dataset, epoch)
 
 
 def _tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
-    """Also those that torch's wrappers hold, which have no `set_epoch`."""
+    """Calls `set_epoch` of the data set, or of those within torch's wrappers, which have none."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
     elif isinstance(dataset, Subset):
@@ -76,7 +76,7 @@ def _tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
 
 
 def checked_collate(collate_fn: Collate | None) -> Collate:
-    """The function, or torch's default when None.
+    """The function; torch's default collate function if it is None.
 
     Raises:
         UsageError: if it can't be called.
@@ -95,10 +95,10 @@ class FetchMicroBatch(Dataset[Any]):
     """A data set of micro-batches: its keys are (epoch, indices of samples).
 
     Args:
-        dataset: map-style.
-        seed: of the samples' random states.
-        collate_fn: samples -> micro-batch; torch's default when None.
-        tells_epoch: whether the data set is told each epoch that begins.
+        dataset: a map-style data set.
+        seed: seed of the samples' random states.
+        collate_fn: samples -> micro-batch; None for torch's default.
+        tells_epoch: whether `set_epoch` of the data set is called at the start of each epoch.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class FetchMicroBatch(Dataset[Any]):
         self.dataset = dataset
         self._seed = seed
         self._collate = checked_collate(collate_fn)
-        # Tensors are indexed in one go: nothing in them can be random.
+        # Tensors are indexed all at once, since reading them draws no random numbers.
         self._tensors = tensors_of(dataset) if collate_fn is None else None
         self._tells_epoch = tells_epoch
-        self._told_epoch: int | None = None  # of this process's copy of the data set
+        self._told_epoch: int | None = None  # that this process's copy of the data set was given
 
     def forget_epoch(self) -> None:
-        """Has the data set told the epoch at the next sample, whatever it was told before."""
+        """Makes the next sample call `set_epoch` of the data set, even if the epoch is the same."""
         self._told_epoch = None
 
     def __getitem__(self, key: Key) -> Any:
@@ -143,7 +143,7 @@ class FetchMicroBatch(Dataset[Any]):
 
 
 def tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[Tensor], Tensor | None] | None:
-    """The tensors of a TensorDataset, or of a Subset of one with its indices; else None."""
+    """The tensors of a TensorDataset, or those of a Subset of one and its indices; else None."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is not Subset:

@@ -1,4 +1,4 @@
-"""The files in a folder and in those below it, also behind links."""
+"""Lists the files in a folder and its sub-folders; links to folders are followed."""
 
 import os
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ def file_names(folder: Path, start: str = "") -> Iterator[str]:
     """The names of the files below `folder/start`, with `/` between folders, in any order.
 
     Args:
-        folder: what the names are below.
-        start: the sub-folder whose files are wanted; the folder's own, too, if it is empty.
+        folder: the folder to which the names are relative.
+        start: the sub-folder whose files are listed; "" for the whole folder.
 
     Raises:
-        UsageError: if a folder can't be read, or a link leads to one that it is in.
+        UsageError: if a folder can't be read, or a link leads to a folder that contains it.
     """
 
     def refuse(error: OSError) -> NoReturn:
@@ -39,6 +39,6 @@ def file_names(folder: Path, start: str = "") -> Iterator[str]:
 
 
 def _folders_of(path: str, root: str) -> set[str]:
-    """The path's folders from the root on, without links."""
+    """The root and the path's folders below it, with links resolved."""
     parts = path.removeprefix(root).split("/")
     return {os.path.realpath(root + "/".join(parts[:n])) for n in range(len(parts) + 1)}

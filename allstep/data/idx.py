@@ -1,4 +1,4 @@
-"""The IDX format of the MNIST family: one array a file, gzipped or not."""
+"""Reads the IDX format of the MNIST family: one array per file, gzipped or not."""
 
 import gzip
 import zlib
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from allstep.errors import DataError
 
-_MOST_DIMS = 64  # of numpy
+_MOST_DIMS = 64  # numpy's limit
 _UINT8 = 0x08
 
 
@@ -19,14 +19,14 @@ def read_idx(path: Path | str) -> Tensor:
     """Reads an IDX file of unsigned bytes.
 
     Args:
-        path: file of two zero bytes, the type 0x08, the number of dimensions, their sizes as
-            big-endian 32-bit integers, and the values; `.gz` if compressed.
+        path: file with two zero bytes, the type 0x08, the number of dimensions, their sizes as
+            big-endian 32-bit integers, and the values; its name ends in `.gz` if it is compressed.
 
     Returns:
         uint8 tensor of the file's shape.
 
     Raises:
-        DataError: if the file can't be read or is no such file; names it.
+        DataError: if the file can't be read or isn't an IDX file; the message names it.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Pictures in a folder for each class, decoded and cropped with Pillow."""
+"""Reads pictures from a folder per class, and decodes and crops them with Pillow."""
 
 import logging
 import math
@@ -45,7 +45,7 @@ _SIDEWAYS = frozenset({5, 6, 7, 8})
 
 @dataclass(frozen=True)
 class Crop:
-    """What to take of a picture: left, top, right, bottom in pixels, mirrored or not."""
+    """The part of a picture to use (left, top, right, bottom in pixels), mirrored or not."""
 
     box: tuple[float, float, float, float]
     mirror: bool = False
@@ -53,7 +53,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """A picture that is no file of its own: what to call it, and the bytes of its file."""
+    """A picture that isn't a separate file: a name for messages, and its encoded bytes."""
 
     name: str
     data: bytes
@@ -63,7 +63,7 @@ class EncodedImage:
 
 
 class Images(Protocol):
-    """Pictures, each a path or encoded, with the numbers of their classes."""
+    """A sequence of pictures, as paths or encoded bytes, with their class indices."""
 
     def __len__(self) -> int: ...
 
@@ -71,9 +71,9 @@ class Images(Protocol):
 
 
 def random_crop(width: int, height: int) -> Crop:
-    """A random 8 to 100 % of the area, of aspect 3:4 to 4:3, mirrored half of the time.
+    """A random crop of 8 to 100 % of the area, of aspect 3:4 to 4:3, mirrored half of the time.
 
-    Draws from python's random state, which the loader sets for each sample.
+    It uses Python's random state, which the loader sets for each sample.
 
     Source: Szegedy et al., 2014, arXiv:1409.4842, section 6; as in Goyal et al., 2017.
     """
@@ -89,7 +89,7 @@ def random_crop(width: int, height: int) -> Crop:
 
 
 def center_crop(width: int, height: int, share: float = 224 / 256) -> Crop:
-    """The square in the middle, of `share` of the shorter side.
+    """The square in the middle whose side is `share` of the picture's shorter side.
 
     >>> center_crop(300, 200, share=0.5).box
     (100.0, 50.0, 200.0, 150.0)
@@ -100,7 +100,7 @@ def center_crop(width: int, height: int, share: float = 224 / 256) -> Crop:
 
 
 def find_classes(folder: Path) -> list[str]:
-    """The classes of a folder, which are its sub-folders, in alphabetical order.
+    """The classes of a folder, which are the names of its sub-folders, in alphabetical order.
 
     Raises:
         UsageError: if the folder is missing or has no classes.
@@ -117,16 +117,16 @@ def find_classes(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ListedImages:
-    """Paths of pictures with the numbers of their classes.
+    """Paths of pictures with their class indices.
 
-    Two arrays hold them: a million need some tens of megabytes, and loader processes share these
-    with the process that they were forked from.
+    They are stored in two arrays: a million pictures take some tens of megabytes, and forked loader
+    processes share this memory with their parent.
 
     Args:
-        folder: which the names are below.
-        classes: their names.
-        names: of the pictures, encoded as the file system's, with `/` between folders.
-        labels: the number of each picture's class.
+        folder: the folder to which the names are relative.
+        classes: names of the classes.
+        names: names of the pictures in the file system's encoding, with `/` between folders.
+        labels: class index of each picture.
     """
 
     folder: Path
@@ -135,11 +135,11 @@ class ListedImages:
     labels: NDArray[np.int64]
 
     def name(self, index: int) -> str:
-        """A picture's path below the folder."""
+        """A picture's path relative to the folder."""
         return os.fsdecode(self.names[index])
 
     def select(self, indices: Sequence[int]) -> Self:
-        """Some of the pictures, with the same classes."""
+        """The pictures with these indices; the classes stay the same."""
         return replace(self, names=self.names[indices], labels=self.labels[indices])
 
     def __len__(self) -> int:
@@ -153,11 +153,11 @@ def find_images(folder: Path) -> ListedImages:
     """The pictures of a folder, in the order of their paths.
 
     Args:
-        folder: `folder/<class>/**/*.jpg` and other formats; the classes are in alphabetical order.
-            Links to folders are followed.
+        folder: folder with pictures `folder/<class>/**/*.jpg`, or in other formats; classes are
+            numbered in alphabetical order. Links to folders are followed.
 
     Raises:
-        UsageError: if the folder is missing, has no classes, one of them has no pictures, or a
+        UsageError: if the folder is missing or has no classes, if a class has no pictures, or if a
             folder can't be read.
     """
     classes = find_classes(folder)
@@ -182,10 +182,10 @@ def _is_image(name: str) -> bool:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The folder's tar or Parquet files, for `ImageShards`, by their names; empty if it has none.
+    """The folder's tar or Parquet files, for `ImageShards`, sorted by name; [] if it has none.
 
     Raises:
-        UsageError: if it has both.
+        UsageError: if it has both kinds.
     """
     tars, tables = sorted(folder.glob("*.tar")), sorted(folder.glob("*.parquet"))
     if tars and tables:
@@ -194,17 +194,17 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Pictures with their class, as uint8 [3, size, size].
+    """A data set of pictures as uint8 [3, size, size], with their class indices.
 
-    With `on_bad_image="skip"` an unreadable picture is named in a warning and comes as a grey
-    one with the label `UNREADABLE`, which losses and metrics leave out: so a sample's place
-    does not depend on which others could be read, nor on the workers.
+    With `on_bad_image="skip"`, an unreadable picture is named in a warning and replaced by a grey
+    one with the label `UNREADABLE`, which losses and metrics ignore. Hence a sample's index depends
+    neither on which others could be read, nor on the workers.
 
     Args:
-        images: (path or encoded picture, class index) of each, from `find_images` or `ImageShards`.
+        images: pairs (path or encoded picture, class index), from `find_images` or `ImageShards`.
         size: height and width to resize to, in pixels.
-        crop: (width, height) -> what to take, such as `random_crop`.
-        on_bad_image: "stop" raises DataError, "skip" goes on.
+        crop: (width, height) -> the crop, such as `random_crop`.
+        on_bad_image: "stop" to raise DataError for an unreadable picture, "skip" to continue.
     """
 
     def __init__(
@@ -245,9 +245,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def _decode(source: Path | EncodedImage, size: int, crop: Callable[[int, int], Crop]) -> Tensor:
-    """The cropped and resized picture, uint8 [3, size, size]; a JPEG decoded no larger than needed.
+    """The cropped and resized picture, uint8 [3, size, size].
 
-    torch's resizing of uint8 is within one level of Pillow's and takes a third of the time.
+    A JPEG is decoded no larger than needed. torch's resizing of uint8 differs from Pillow's by at
+    most one level, and takes a third of the time.
     """
     file = BytesIO(source.data) if isinstance(source, EncodedImage) else source
     with Image.open(file) as image:
@@ -269,14 +270,14 @@ def _decode(source: Path | EncodedImage, size: int, crop: Callable[[int, int], C
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """RGB, with whatever is transparent on white; 16-bit grey keeps its high byte.
+    """The picture in RGB, transparent parts on white; 16-bit grey is reduced to its high byte.
 
     Raises:
-        ValueError: if the values are floating-point numbers, whose white is unknown.
+        ValueError: if the values are floating-point numbers, as it is unknown which one is white.
     """
     if image.mode == "F":
         raise ValueError("floating-point pixels have no agreed white")
-    if image.mode.startswith("I"):  # Pillow would cut off all above 255
+    if image.mode.startswith("I"):  # Pillow would clip values above 255
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -1,7 +1,7 @@
-"""Pictures in tar shards or Parquet files, read with Hugging Face's `datasets`.
+"""Reads pictures in tar shards or Parquet files with Hugging Face's `datasets`.
 
-That package converts them once into files of its own, from which any row is read at once, below
-`HF_DATASETS_CACHE`; several processes that want the same wait for the first one.
+That package converts them once into its own format, below `HF_DATASETS_CACHE`, which has fast
+access to any row; processes that need the same files wait for the first one to convert them.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,23 @@ _LABEL_COLUMNS = ("label", "labels", "cls", "class", "fine_label")
 
 
 class ImageShards:
-    """The pictures of some shards with the numbers of their classes, in the order of the files.
+    """The pictures of some shards with their class indices, in the order of the files.
 
-    In tar files, a sample is `KEY.jpg` (or another picture) beside `KEY.cls`, as WebDataset has it;
-    in Parquet files a row with a column `image` and one `label`, as on the Hugging Face Hub.
+    In tar files a sample consists of `KEY.jpg` (or another format) and `KEY.cls`, as in WebDataset;
+    in Parquet files it is a row with the columns `image` and `label`, as on the Hugging Face Hub.
 
     Args:
         shards: files of one kind, from `find_shards`.
 
     Attributes:
-        classes: as the files' schema names them, else all labels that occur, in order.
+        classes: names of the classes from the files' schema, or all labels that occur, sorted.
 
     Raises:
         UsageError: if there is no column of pictures or of labels, or a picture has no label.
     """
 
     def __init__(self, shards: Sequence[Path]) -> None:
-        import datasets  # an extra of its own, and slow to load
+        import datasets  # an optional dependency, and slow to import
 
         self._folder = shards[0].parent
         files = [str(path) for path in shards]
@@ -66,13 +66,13 @@ class ImageShards:
         )
 
     def select(self, indices: Sequence[int]) -> Self:
-        """Some of the pictures, with the same classes."""
+        """The pictures with these indices; the classes stay the same."""
         chosen = copy(self)
         chosen._indices = [self._indices[index] for index in indices]
         return chosen
 
     def name(self, index: int) -> str:
-        """What tells a picture from the others: its number among all."""
+        """A picture's unique name: its row number in the shards."""
         return str(self._indices[index])
 
     def __len__(self) -> int:
@@ -81,6 +81,6 @@ class ImageShards:
     def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
         number = self._indices[index]
         row = self._rows[number]
-        image = row[self._image] or {"path": None, "bytes": b""}  # which no reader takes
+        image = row[self._image] or {"path": None, "bytes": b""}  # bytes that can't be decoded
         name = f"{self._folder}: picture {number} ({image['path'] or 'without a name'})"
         return EncodedImage(name, image["bytes"]), self._numbers[row[self._label]]

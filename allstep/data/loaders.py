@@ -1,4 +1,4 @@
-"""A loader for any data set, the same global batches on any number of workers."""
+"""Makes the loader for any data set: the same global batches on any number of workers."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -39,29 +39,30 @@ def loader(
 ) -> MapLoader | StreamLoader:
     """Divides a data set into global batches, and these into workers' micro-batches. Collective.
 
-    All workers follow one order, seeded by (seed, epoch); it does not depend on which worker
-    runs a micro-batch. Each sample is fetched with the random state of (seed, epoch,
+    The order of samples is the same on all workers, seeded by (seed, epoch); it does not depend on
+    which worker runs a micro-batch. Each sample is fetched with the random state of (seed, epoch,
     sample), so that random transforms draw the same on any number of workers and processes.
 
     Args:
-        dataset: map-style, or an IterableDataset (a stream). If it has `set_epoch`, or a data set
-            inside torch's Subset, ConcatDataset or ChainDataset has, this is called when each epoch
-            begins, in each process that reads; otherwise the data set must not change.
+        dataset: a map-style data set, or an IterableDataset (a stream). If it has `set_epoch`, or a
+            data set inside torch's Subset, ConcatDataset or ChainDataset has, this is called at the
+            start of each epoch, in each process that reads; apart from that, the data set must not
+            change.
         comm: the workers that share the data.
         global_batch: samples of one optimizer step, over all workers.
-        micro_batch: samples that go through the model at once; divides `global_batch`.
+        micro_batch: samples of one pass through the model; divides `global_batch`.
         seed: seed of all random states.
-        shuffle: use another order in each epoch; by default True, but False for a stream, which
-            has its own order.
-        drop_last: skip an epoch's last incomplete global batch; of sharded streams also all batches
-            after the first incomplete one.
+        shuffle: whether each epoch has a different order; by default True, but False for a stream,
+            which has its own order.
+        drop_last: skip an epoch's last incomplete global batch; with sharded streams also all
+            batches after the first incomplete one.
         stream: "replicated" if every worker reads the same stream, which gives the same model
-            on any number of workers; "sharded" if each reads a part of its own, of any length.
+            on any number of workers; "sharded" if each reads its own part, of any length.
         shares: each worker's share of a global batch's micro-batches, which does not change the
             result: "equal"; a number for each worker, such as [3, 1] if the first is three times as
-            fast; or "measured": by the seconds that a micro-batch takes, adapted while training.
+            fast; or "measured" to follow the measured seconds per micro-batch during training.
             "measured" needs CPU workers and a map-style data set.
-        collate_fn: list of samples -> micro-batch; torch's default when None.
+        collate_fn: list of samples -> micro-batch; None for torch's default.
         num_workers, pin_memory, prefetch_factor, multiprocessing_context, worker_init_fn:
             as in torch.utils.data.DataLoader, for each worker.
 
@@ -69,8 +70,8 @@ def loader(
         A loader for `allstep.steps`.
 
     Raises:
-        UsageError: if an argument is out of range or contradicts another; later, if a stream
-            yields no global batch in an epoch.
+        UsageError: if an argument is out of range or contradicts another one; during training, if a
+            stream yields no global batch in an epoch.
         DisagreementError: if data or arguments differ between workers.
 
     Example:

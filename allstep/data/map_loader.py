@@ -1,4 +1,4 @@
-"""Global batches of a map-style data set."""
+"""Loads the global batches of a map-style data set."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -18,12 +18,13 @@ from allstep.errors import UsageError
 class MapLoader(GlobalBatchLoader):
     """The loader of a map-style data set; see `allstep.data.loader`.
 
-    [Note: reading ahead] Loader processes are asked for one endless sequence of micro-batches,
-    so that the next epoch's are ready when it begins. `position` counts what was handed out,
-    never what was read ahead; a loader that is set to another position starts new processes.
+    [Note: reading ahead] Loader processes are given one endless sequence of micro-batches to read,
+    so that those of the next epoch are ready when it begins. `position` counts samples that were
+    yielded, not those that were read ahead; a loader that is set to another position starts new
+    processes.
 
     Attributes:
-        position: samples consumed so far, over all epochs.
+        position: number of samples consumed so far, over all epochs.
     """
 
     def __init__(
@@ -45,37 +46,37 @@ class MapLoader(GlobalBatchLoader):
         )
         self._dataset = dataset
         self._fetch = FetchMicroBatch(dataset, self.seed, cutting.collate_fn, tells_epoch=True)
-        self._rest: Iterator[MicroBatch] = iter(())  # of the batch that was handed out last
+        self._rest: Iterator[MicroBatch] = iter(())  # the rest of the batch that was yielded last
         self.position = 0
 
     def __len__(self) -> int:
-        """Global batches of an epoch."""
+        """Number of global batches per epoch."""
         return len(self._sampler)
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the data so far."""
+        """Number of whole passes over the data so far."""
         return self._sampler.epoch(self.position)
 
     def options(self) -> dict[str, Any]:
-        """What the samples of each step follow from, for a position to mean the same again."""
+        """The options that determine each step's samples; a position is valid for equal options."""
         own = {"num_samples": self._sampler.num_samples, "shuffle": self._sampler.shuffle}
         return super().options() | own
 
     def first_samples(self) -> list[tuple[str, str]]:
-        """Name -> what it holds, in a word, of samples that workers compare."""
+        """The samples that workers compare, as pairs (name, hash or other description)."""
         self._fetch.forget_epoch()
         return first_samples(self._dataset, self._processes, self.seed, tells_epoch=True)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the data stands: `samples` consumed and `steps` made since the start."""
+        """The position in the data: numbers of `samples` and `steps` since the start."""
         return {"samples": self.position, "steps": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a `state_dict`, made with any number of workers and any global batch.
+        """Continues from a `state_dict`, made with any number of workers and any global batch.
 
         Raises:
-            UsageError: if a key is missing or a value impossible.
+            UsageError: if a key is missing or a value is impossible.
         """
         self._check_state(state, "samples", "steps")
         self.close()
@@ -83,12 +84,12 @@ class MapLoader(GlobalBatchLoader):
         self.step = state["steps"]
 
     def close(self) -> None:
-        """Ends the loader's processes; asked for more, it starts new ones."""
+        """Ends the loader's processes; new ones are started when more batches are requested."""
         self._rest = iter(())
         super().close()
 
     def _next_batch(self) -> GlobalBatch:
-        for _ in self._rest:  # what was not asked for, so that the order is kept
+        for _ in self._rest:  # discards what the caller did not consume, to stay in order
             pass
         plan = self._sampler.plan(self.position)
         part = self.shares.parts(plan.num_micro_batches)[self.comm.rank]
@@ -120,7 +121,7 @@ class MapLoader(GlobalBatchLoader):
                 yield MicroBatch(index, num_samples, next(items), index == part[-1])
             is_whole = True
         finally:
-            if not is_whole and items is self._items:  # an error: what follows would be shifted
+            if not is_whole and items is self._items:  # after an error, items would be shifted
                 self.close()
 
     def _may_end_short(self) -> bool:
@@ -129,7 +130,7 @@ class MapLoader(GlobalBatchLoader):
 
 
 def _keys(sampler: GlobalBatchSampler, position: int, shares: Shares, rank: int) -> Iterator[Key]:
-    """What a worker fetches from `position` on; see [Note: reading ahead]."""
+    """The micro-batches that a worker fetches from `position` on; see [Note: reading ahead]."""
     while True:
         plan = sampler.plan(position)
         for index in shares.parts(plan.num_micro_batches)[rank]:

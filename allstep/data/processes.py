@@ -1,4 +1,4 @@
-"""torch's DataLoader as all loaders use it: every item is ready-made by the data set."""
+"""torch's DataLoader as all loaders use it, with items that the data set has already collated."""
 
 import atexit
 import gc
@@ -29,19 +29,19 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderProcesses:
-    """How a worker reads its samples: in how many processes, and what they do.
+    """Settings of the processes in which a worker reads its samples.
 
     [Note: fork] The default start method is torch's, which on Linux is fork. It starts two
-    processes in 0.05 s where forkserver and spawn import torch in each of them first (2 s);
-    it shares a data set in memory instead of copying it, takes lambdas, and needs no
-    `if __name__ == "__main__"`. Its danger, a lock that another thread held, is small: the
-    thread that forks is the one that draws random numbers and computes. A data set that
-    itself uses CUDA or threads needs `multiprocessing_context="forkserver"`.
+    processes in 0.05 s, whereas forkserver and spawn first import torch in each of them (2 s).
+    It shares a data set in memory instead of copying it, accepts lambdas, and needs no
+    `if __name__ == "__main__"`. The risk that another thread holds a lock during the fork is small:
+    the thread that forks is the one that draws random numbers and computes. A data set that itself
+    uses CUDA or threads needs `multiprocessing_context="forkserver"`.
 
-    Another danger is garbage. A loader process that collected what its parent left in cycles
-    would never return from the destructor of a process group, for threads that a fork doesn't
-    copy. So it is born with the collector off, and sets aside all that it inherited before it
-    collects (which also keeps that memory shared).
+    Another risk is garbage collection. If a loader process collected reference cycles of its
+    parent, it could hang in the destructor of a process group, which waits for threads that a fork
+    doesn't copy. Hence it starts with the collector disabled, and freezes all inherited objects
+    (`gc.freeze`) before it enables the collector, which also keeps their memory shared.
 
     Raises:
         UsageError: if the values contradict each other.
@@ -72,7 +72,7 @@ class LoaderProcesses:
                 )
 
     def single(self) -> "LoaderProcesses":
-        """One process like these, or none if there is none."""
+        """The same settings for a single process, or for none if there is none."""
         num_workers = min(1, self.num_workers)
         return replace(self, num_workers=num_workers, prefetch_factor=None, pin_memory=False)
 
@@ -82,9 +82,9 @@ class LoaderProcesses:
         """Starts to read.
 
         Args:
-            dataset: makes collated items of the user's, which is its `dataset`.
-            keys: what to ask a map-style data set for, in order.
-            seed: of random numbers that nobody else seeds, such as in `worker_init_fn`.
+            dataset: data set of collated items, made from the user's data set, its `dataset`.
+            keys: keys of the items to read from a map-style data set, in order.
+            seed: seed of random numbers that are not seeded elsewhere, as in `worker_init_fn`.
         """
         return Items(
             DataLoader(
@@ -97,17 +97,17 @@ class LoaderProcesses:
                 prefetch_factor=self.prefetch_factor,
                 multiprocessing_context=self.multiprocessing_context,
                 worker_init_fn=partial(_start, self.worker_init_fn),
-                # DataLoader draws from it; not from the global random state.
+                # DataLoader draws from this generator instead of the global random state.
                 generator=torch.Generator().manual_seed(derive_seed(seed)),
             )
         )
 
 
 class Items(Iterator[Any]):
-    """The items of a DataLoader, until closed.
+    """An iterator over the items of a DataLoader, until it is closed.
 
-    The loader's processes ignore the signal by which Python would end them at exit, so an
-    open one is closed there.
+    The loader's processes ignore the signal by which Python would end them at exit, so an open
+    iterator is closed at exit.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -115,7 +115,7 @@ class Items(Iterator[Any]):
             with without_collector():  # [Note: fork]
                 self._iterator: Any = iter(loader)
         except OSError as error:
-            if loader.num_workers == 0:  # of the data set
+            if loader.num_workers == 0:  # the error is the data set's
                 raise
             raise UsageError(
                 f"`num_workers` (={loader.num_workers}): loader processes can't be started "
@@ -137,16 +137,16 @@ class Items(Iterator[Any]):
     def close(self) -> None:
         """Ends the processes; those that are still busy after a second are killed.
 
-        torch waits 5 s for each of them, too long where a failed worker has to go at once.
+        torch would wait 5 s for each of them, too long for a failed worker that has to end at once.
         """
         iterator, self._iterator = self._iterator, None
         atexit.unregister(self._at_exit)
         if hasattr(iterator, "_shutdown_workers"):
-            if iterator._worker_pids_set:  # else torch takes the end of a process for a failure
+            if iterator._worker_pids_set:  # or torch would report the end of a process as a failure
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
             impatience = Timer(_GRACE_S, _kill, [iterator._workers])
-            with suppress(RuntimeError):  # Python 3.12 starts no thread at exit: there torch waits
+            with suppress(RuntimeError):  # Python 3.12 starts no thread at exit; then torch waits
                 impatience.start()
             iterator._shutdown_workers()
             impatience.cancel()
@@ -169,17 +169,17 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _start(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    """Runs first in each loader process.
+    """The first function that runs in each loader process.
 
-    Launchers send SIGINT and SIGTERM to whole process groups. The training process decides
-    what they mean; its loaders go on until it closes them or is gone. They must not outlive it:
-    a forked one holds copies of its sockets, from which peers learn that it is gone.
+    Launchers send SIGINT and SIGTERM to whole process groups. The training process decides how to
+    react; its loader processes continue until it closes them or ends. They must not outlive it: a
+    forked one holds copies of its sockets, and peers notice its end only once these are closed.
     """
     gc.freeze()
     gc.enable()
     info = get_worker_info()
     assert info is not None
-    # `worker_init_fn` looks for the user's data set; but not to split a replicated stream.
+    # `worker_init_fn` expects the user's data set here; but it must not split a replicated stream.
     if getattr(info.dataset, "is_sharded", True):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -190,10 +190,11 @@ def _start(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None
 
 
 def _end_with_parent() -> None:
-    """Ends this process once the training process is gone.
+    """Ends this process once the training process has ended.
 
-    A forkserver's children have another parent pid than the process that they work for, and
-    siblings of a forked one hold the pipe by which multiprocessing would tell: look at both.
+    It checks two signs, as neither is reliable: the parent of a forkserver's child is not the
+    training process; and multiprocessing's check uses a pipe that siblings of a forked process hold
+    open.
     """
     parent, parent_pid = parent_process(), os.getppid()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Random states that belong to a sample or a micro-batch, never to a worker."""
+"""Random states per sample or micro-batch, which do not depend on the worker."""
 
 import random
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ def derive_seed(*parts: int) -> int:
     """A seed that depends on all of `parts`, and is the same on every machine.
 
     Args:
-        parts: integers of 64 bits, such as (seed, epoch, sample index).
+        parts: 64-bit integers, such as (seed, epoch, sample index).
 
     Returns:
-        An integer of 63 bits.
+        A 63-bit integer.
 
     >>> derive_seed(0, 1, 2)
     4450782424123420391
@@ -37,9 +37,9 @@ def derive_seed(*parts: int) -> int:
 def derive_permutation(num_samples: int, *parts: int) -> NDArray[np.int64]:
     """A permutation of `range(num_samples)` that depends on all of `parts`.
 
-    It sorts random numbers, whose low bits are replaced by what is permuted. Only numpy's
-    raw random numbers are promised to stay the same from one release to the next, and a run
-    must be resumable after an update; it is also faster than numpy's own permutation.
+    It sorts random numbers whose low bits are replaced by the indices to permute. A run must be
+    resumable after an update of numpy, which guarantees only its raw random numbers to be the same
+    in every release. This is also faster than numpy's own permutation.
 
     >>> derive_permutation(5, 0, 1)
     array([4, 3, 1, 0, 2])
@@ -54,11 +54,11 @@ def derive_permutation(num_samples: int, *parts: int) -> NDArray[np.int64]:
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Sets the random states of python, numpy, torch's CPU and, if it is no CPU, of `device`.
+    """Sets the random states of Python, numpy, torch on the CPU, and `device` if it is another.
 
     Args:
-        seed: from `derive_seed`.
-        device: where the model runs.
+        seed: a seed from `derive_seed`.
+        device: device of the model.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -67,7 +67,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Puts the states that `seed_all` sets back as they were."""
+    """Restores the states that `seed_all` sets at the end of a `with` block."""
     python, numpy_ = random.getstate(), np.random.get_state()
     try:
         with preserved_torch_state(device):

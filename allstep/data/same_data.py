@@ -1,9 +1,9 @@
-"""Makes sure that all workers read the same data, before they train or measure on it.
+"""Checks that all workers read the same data, before they train or measure on it.
 
-Workers that cut different sets, or one set in different ways, would train on some samples twice
-and on others never. So they compare what they were given when they make a loader: the arguments,
-and the contents of the first samples. Samples that differ are read again, for those that a worker
-reads differently the second time, as by a random generator of its own, say nothing.
+Workers that divide different data sets, or one data set in different ways, would train on some
+samples twice and on others never. So they compare the arguments and the contents of the first
+samples when they make a loader. If samples differ, they are read again: a sample that a worker
+reads differently the second time, such as with a random generator of its own, proves nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,13 @@ _CURE = "Give all workers the same data set, in the same order, and the same arg
 def check_same_arguments(
     comm: Communicator, action: str, dataset: Dataset[Any] | None, arguments: Mapping[str, object]
 ) -> None:
-    """Checks that all workers cut data sets of one length in the same way. Collective.
+    """Checks that all workers have data sets of the same length and the same arguments. Collective.
 
     The length of a stream is not compared.
 
     Raises:
-        DisagreementError: names the arguments that differ, their values and the ranks.
+        DisagreementError: if they don't; the message names the arguments that differ, their values
+            and the ranks.
     """
     if comm.size > 1:
         length = len(dataset) if is_map_style(dataset) else "not known"  # type: ignore[arg-type]
@@ -57,22 +58,22 @@ def check_same_samples(
     *,
     tells_epoch: bool = False,
 ) -> None:
-    """Checks that the first samples are the same. Collective.
+    """Checks that the first samples are the same on all workers. Collective.
 
-    A stream's samples can be read only once, so they aren't looked at. One of the loader's
-    processes reads them, for what a data set opens belongs to it.
+    A stream's samples can be read only once, so they aren't compared. Samples are read in a loader
+    process if there are any, as a data set may open files that only that process can use.
 
     Args:
         comm: the workers.
-        action: what they are about to do.
-        dataset: of this worker.
-        processes: which read it.
-        seed: of the samples' random states.
-        tells_epoch: whether it is told that the first epoch begins.
+        action: what they are about to do, for error messages.
+        dataset: this worker's data set.
+        processes: settings of the processes that read it.
+        seed: seed of the samples' random states.
+        tells_epoch: whether `set_epoch` of the data set is called for the first epoch.
 
     Raises:
-        DisagreementError: names the samples that differ and the ranks; not on a worker that can't
-            read one, which raises its own error.
+        DisagreementError: if samples differ; the message names them and the ranks. A worker that
+            can't read a sample raises the data set's own error instead.
     """
     if comm.size == 1 or not is_map_style(dataset):
         return
@@ -84,7 +85,7 @@ def check_same_samples(
     details = _read_twice(first, again)
     try:
         if error is not None:
-            agree(comm, action, told=digest_bytes(first))  # as the others do
+            agree(comm, action, told=digest_bytes(first))  # in step with the other workers
         agree(comm, action, details, cure=_CURE)
     finally:
         if error is not None:
@@ -94,7 +95,7 @@ def check_same_samples(
 def first_samples(
     dataset: Dataset[Any], processes: LoaderProcesses, seed: int, *, tells_epoch: bool
 ) -> list[tuple[str, str]]:
-    """What `check_same_samples` compares, of this worker alone; nothing of a stream.
+    """This worker's samples as `check_same_samples` compares them; [] for a stream.
 
     An exception of the data set is raised.
     """
@@ -118,7 +119,7 @@ def _read_twice(
 def _read(
     contents: "_Contents", processes: LoaderProcesses, num_times: int = 1
 ) -> tuple[list[tuple[str, str]], Exception | None]:
-    """The contents of the first samples, in a word each, and why there are no more."""
+    """A description of the content of each of the first samples; and an error if there was one."""
     in_memory = tensors_of(contents.dataset) is not None
     one = LoaderProcesses() if in_memory else processes.single()
     indices = [*range(min(_NUM_SAMPLES, len(contents)))] * num_times
@@ -136,7 +137,7 @@ def _read(
 
 
 class _Contents(Dataset[int]):
-    """A number that stands for what a sample holds, in the first epoch."""
+    """A data set of hashes of the samples' contents in the first epoch."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, tells_epoch: bool) -> None:
         self.dataset, self.seed = dataset, seed
@@ -159,7 +160,7 @@ class _Contents(Dataset[int]):
 
 
 def _plain(value: Any) -> Any:
-    """What a sample is made of, as plain data; of unknown objects only the type.
+    """A sample's content as plain data; of objects of unknown types only the type.
 
     >>> _plain({"x": (1, 2.5), "y": object()})
     [("'x'", ['1', '2.5']), ("'y'", 'object')]

@@ -1,4 +1,4 @@
-"""Which sample is in which micro-batch, and which worker runs it, in integers."""
+"""Assigns samples to micro-batches and these to workers, by integer arithmetic only."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,14 +11,14 @@ from allstep.errors import UsageError, check_integer, check_multiple
 
 
 def check_batches(global_batch: int, micro_batch: int) -> None:
-    """Raises UsageError unless global batches can be cut in whole micro-batches."""
+    """Raises UsageError unless a global batch consists of whole micro-batches."""
     check_integer("global_batch", global_batch)
     check_integer("micro_batch", micro_batch)
     check_multiple("global_batch", global_batch, "micro_batch", micro_batch)
 
 
 def local_part(num_micro_batches: int, rank: int, size: int) -> range:
-    """The micro-batches that a worker runs: a contiguous block, of nearly equal sizes.
+    """The micro-batches of a worker: contiguous blocks of nearly the same size for all workers.
 
     >>> [list(local_part(4, rank, 3)) for rank in range(3)]
     [[0], [1], [2, 3]]
@@ -28,14 +28,14 @@ def local_part(num_micro_batches: int, rank: int, size: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatchPlan:
-    """Where the samples of one optimizer step lie in their epoch.
+    """The place of a global batch in its epoch, and its size.
 
     Attributes:
-        epoch: passes over the data before this one.
-        offset: samples of the epoch before this batch.
-        num_samples: of the batch.
-        num_micro_batches: that it is cut in; the last may be short.
-        next_position: samples consumed once this batch is done, over all epochs.
+        epoch: number of passes over the data before this one.
+        offset: number of samples of the epoch before this batch.
+        num_samples: samples of the batch.
+        num_micro_batches: micro-batches of the batch; the last may be short.
+        next_position: number of samples consumed after this batch, over all epochs.
     """
 
     epoch: int
@@ -46,20 +46,20 @@ class GlobalBatchPlan:
 
 
 class GlobalBatchSampler:
-    """Cuts epochs in global batches, and those in micro-batches, the same for all workers.
+    """Divides epochs into global batches, and these into micro-batches, the same for all workers.
 
     A position is the number of samples consumed since the start, over all epochs:
 
         epoch = position // num_samples,  offset = position % num_samples
 
-    so that a run can go on from it with other workers, or with another global batch.
+    so that a run can continue from it with other workers, or with another global batch.
 
     Args:
-        num_samples: in the data set.
+        num_samples: samples of the data set.
         global_batch: samples of one optimizer step.
-        micro_batch: samples that go through the model at once; divides `global_batch`.
-        seed: of the epochs' permutations.
-        shuffle: another order in each epoch, instead of the data set's own.
+        micro_batch: samples of one pass through the model; divides `global_batch`.
+        seed: seed of the epochs' permutations.
+        shuffle: whether each epoch has a different order, instead of the data set's own.
         drop_last: skip an epoch's last incomplete global batch; it counts as consumed.
 
     Raises:
@@ -95,20 +95,20 @@ class GlobalBatchSampler:
         self._seed = seed
         self.shuffle = shuffle
         self._drop_last = drop_last
-        # Loaders that read ahead ask for the next epoch's while this one's is still in use.
+        # Loaders that read ahead need the next epoch's order while this one's is still in use.
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def __len__(self) -> int:
-        """Global batches of an epoch."""
+        """Number of global batches per epoch."""
         whole, rest = divmod(self.num_samples, self._global_batch)
         return whole if self._drop_last or not rest else whole + 1
 
     def epoch(self, position: int) -> int:
-        """Whole passes over the data before `position`."""
+        """Number of whole passes over the data before `position`."""
         return position // self.num_samples
 
     def settle(self, position: int) -> int:
-        """`position`, or the next epoch's start if what is left of the epoch is dropped."""
+        """`position`, or the next epoch's start if the rest of the epoch is dropped."""
         left = self.num_samples - position % self.num_samples
         return position + left if self._drop_last and left < self._global_batch else position
 

@@ -1,4 +1,4 @@
-"""How a global batch's micro-batches are shared out over workers of unequal speed."""
+"""Divides a global batch's micro-batches among workers of unequal speed."""
 
 import math
 from collections import deque
@@ -14,29 +14,30 @@ from allstep.errors import UsageError
 
 SharesArgument = Literal["equal", "measured"] | Sequence[float]
 
-_NUM_REPORTS = 7  # steps behind a cut, odd, so that one slow step moves nothing
-_GAIN = 0.9  # of the present step's time, above which another cut is not worth it
+_NUM_REPORTS = 7  # steps measured for a division; by their median one slow step changes nothing
+_GAIN = 0.9  # a new division must take less than this share of the present step's time
 
 
 class Shares:
-    """A contiguous cut of each global batch's micro-batches.
+    """The division of each global batch's micro-batches into a contiguous part for each worker.
 
     [Note: shares] A worker's step takes as long as its micro-batches, and all wait for the slowest.
-    With s_r seconds a micro-batch on worker r, the cut n_0, n_1, ... minimises
+    With s_r seconds per micro-batch on worker r, the division n_0, n_1, ... minimises
 
         max_r n_r s_r        sum_r n_r = number of micro-batches
 
-    Which worker runs a micro-batch changes nothing in the result, so a cut may change after any
-    step. All workers see the same seconds (they ride behind the gradients), so all make the same
-    cut at the same step without a word. It changes only where the step gets a tenth shorter by the
-    medians of seven steps; each worker keeps a micro-batch, to be measured on.
+    Which worker runs a micro-batch doesn't change the result, so the division may change after any
+    step. All workers have the same seconds (which are sent with the gradients), so all compute the
+    same division at the same step without further messages. It changes only if, by the medians of
+    seven steps, the step gets at least a tenth shorter. Each worker keeps at least one micro-batch,
+    so that its speed can be measured.
 
     Args:
         how: "equal"; "measured"; or a number for each worker, in proportion to its speed.
-        num_workers: that share.
+        num_workers: number of workers.
 
     Attributes:
-        how, num_workers: as given.
+        how, num_workers: the arguments.
 
     Raises:
         UsageError: if `how` is none of these.
@@ -50,7 +51,7 @@ class Shares:
             raise UsageError(f"`shares` (={how!r}) must be 'equal', 'measured' or numbers.")
         self.how = how if isinstance(how, str) else tuple(how)
         self.num_workers = num_workers
-        self._seconds: tuple[float, ...] | None = None  # a micro-batch; None if all are alike
+        self._seconds: tuple[float, ...] | None = None  # per micro-batch; None if all are equal
         self._reports: deque[tuple[float, ...]] = deque(maxlen=_NUM_REPORTS)
         self._parts = lru_cache(maxsize=16)(self._cut)
         if isinstance(self.how, str):
@@ -68,12 +69,12 @@ class Shares:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the cut follows the workers' seconds."""
+        """Whether the division follows the workers' measured seconds."""
         return self.how == "measured" and self.num_workers > 1
 
     @property
     def is_equal(self) -> bool:
-        """Whether every worker counts the same, always."""
+        """Whether the division is always equal."""
         return self.how == "equal" or self.num_workers == 1
 
     def parts(self, num_micro_batches: int) -> tuple[range, ...]:
@@ -81,14 +82,15 @@ class Shares:
         return self._parts(num_micro_batches)
 
     def follow(self, seconds: Sequence[float], num_micro_batches: int) -> bool:
-        """Takes in what a micro-batch took each worker in a step; all workers give the same.
+        """Records the workers' seconds per micro-batch in a step, and may change the division.
 
         Args:
-            seconds: [workers]; 0 for one that had none; empty where nothing is known yet.
-            num_micro_batches: of a global batch.
+            seconds: seconds per micro-batch, [workers], the same on all workers; 0 for a worker
+                without micro-batches; empty if nothing was measured yet.
+            num_micro_batches: number of micro-batches of a global batch.
 
         Returns:
-            Whether the cut is another now.
+            Whether the division has changed.
         """
         is_known = len(seconds) == self.num_workers and all(map(_is_positive, seconds))
         if not self.is_measured or not is_known:
@@ -107,7 +109,7 @@ class Shares:
         return True
 
     def in_words(self, num_micro_batches: int) -> str | None:
-        """Who has fewer and why; None if all are alike.
+        """The slower ranks with their numbers of micro-batches; None if all are about as fast.
 
         >>> shares = Shares("measured", 2)
         >>> any(shares.follow([0.1, 0.29], 4) for _ in range(9))
@@ -140,7 +142,7 @@ class Shares:
 
 
 def _best_cut(num: int, seconds: Sequence[float], *, keeps_one: bool) -> list[int]:
-    """How many of `num` equal pieces each worker gets, so that the last is done earliest."""
+    """The number of `num` micro-batches for each worker that minimises the time of the slowest."""
     first = int(keeps_one and num >= len(seconds))
     counts = [first] * len(seconds)
     ends = [((first + 1) * s, rank) for rank, s in enumerate(seconds)]

@@ -1,4 +1,4 @@
-"""A data set split over the workers, for loops that don't use global batches."""
+"""Splits a data set among the workers, for loops that don't use global batches."""
 
 from typing import Any
 
@@ -26,20 +26,20 @@ def split(
     """This worker's part of a data set; the parts are disjoint and cover it. Collective.
 
     Args:
-        dataset: map-style; with `root`, what the others pass is not looked at.
+        dataset: a map-style data set; with `root`, it is ignored on the other workers.
         comm: the workers; each of them must call this.
         shuffle: split a permutation seeded by `seed`, instead of the set's own order.
-        seed: of the permutation.
+        seed: seed of the permutation.
         equal_length: make the parts equally long by repeating the first samples at the end.
-        root: the one worker that has the data set; its samples travel to the others (tensors,
-            numpy arrays and plain data). None if every worker has it.
+        root: rank of the one worker that has the data set, whose samples are sent to the others
+            (tensors, numpy arrays and plain data); None if every worker has it.
 
     Returns:
-        A part; lengths differ by at most one. With `root` it is held in memory.
+        The part; lengths differ by at most one. With `root` it is held in memory.
 
     Raises:
-        UsageError: if the data set is empty or not map-style, or `root` is no rank.
-        DisagreementError: if workers give data sets of other lengths, or other arguments.
+        UsageError: if the data set is empty or not map-style, or `root` isn't a rank.
+        DisagreementError: if lengths of the data sets or other arguments differ between workers.
 
     >>> len(split(range(10), Communicator.single_process()))
     10
@@ -53,7 +53,7 @@ def split(
         return Subset(dataset, indices[comm.rank].tolist())
     if not isinstance(root, int) or not 0 <= root < comm.size:
         raise UsageError(f"`root` (={root!r}) must be a rank, 0 to {comm.size - 1}.")
-    # The root's mistake must end every worker, not leave the others waiting.
+    # A mistake of the root's must raise on every worker, not leave the others waiting.
     num_samples = comm.broadcast_object(_length(dataset), root=root)
     num_samples = _check_length(num_samples, dataset)
     parts = None
@@ -65,7 +65,7 @@ def split(
 
 
 def _packed(dataset: Dataset[Any], indices: NDArray[np.int64]) -> dict[str, Any]:
-    """Samples as plain data; those of a TensorDataset as whole tensors."""
+    """The samples as plain data; those of a TensorDataset as one tensor per field."""
     if type(dataset) is TensorDataset:
         chosen = torch.from_numpy(indices)
         return {"tensors": [tensor[chosen].cpu() for tensor in dataset.tensors]}

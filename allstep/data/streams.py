@@ -1,10 +1,10 @@
-"""Global batches of streams (iterable data sets), which end when they end.
+"""Loads the global batches of streams (iterable data sets) of unknown length.
 
 [Note: end of data]
-Nobody knows how long a stream is, and with a stream for each worker they end at different
-moments. So for every global batch the workers all-reduce how many samples they have for it.
-Those whose stream has ended take part with none; the epoch ends where the sum is zero. The
-all-reduce of a batch is started one batch ahead, so that no step waits for it.
+The length of a stream is unknown, and if each worker has its own stream, they end at different
+times. So for every global batch the workers all-reduce the number of samples that they have for it.
+Workers whose stream has ended contribute zero; the epoch ends when the sum is zero. The all-reduce
+of a batch is started one batch ahead, so that no step waits for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,15 +25,16 @@ from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError
 
-_PROCESSES = 0x70726F63  # keeps the seeds of loader processes apart from those of samples
+_PROCESSES = 0x70726F63  # makes the seeds of loader processes differ from those of samples
 
 
 class _Part(NamedTuple):
-    """What a worker has for one global batch; torch's `pin_memory` looks into tuples.
+    """A worker's part of one global batch, as a tuple, whose items torch's `pin_memory` pins.
 
     Attributes:
-        num_samples: of this worker (sharded), or of the whole global batch (replicated).
-        micro_batches: (index, number of samples, collated samples) of each of this worker's.
+        num_samples: samples of this worker (sharded), or of the whole global batch (replicated).
+        micro_batches: (index, number of samples, collated samples) for each of this worker's
+            micro-batches.
     """
 
     num_samples: int
@@ -43,14 +44,15 @@ class _Part(NamedTuple):
 class StreamLoader(GlobalBatchLoader):
     """The loader of an IterableDataset; see `allstep.data.loader`.
 
-    A stream is resumed by reading and throwing away what was consumed of its epoch. A
-    replicated one can be resumed on any number of workers; a sharded one, within an epoch, only
-    on the same number with the same batches, shares and number of loader processes.
+    A stream is resumed by reading and discarding the samples of its epoch that were consumed. A
+    replicated stream can be resumed on any number of workers. A sharded one can be resumed within
+    an epoch only on the same number, with the same batches, shares and number of loader processes.
 
-    An epoch without a global batch is refused, as of a stream that can be read only once.
+    An epoch without a global batch raises UsageError, such as with a stream that can be read only
+    once.
 
-    A replicated stream's short last batch has its micro-batches where a whole one has them,
-    instead of sharing them out evenly: a worker need not keep samples that may become its own.
+    A replicated stream's short last batch assigns its micro-batches to workers as a full batch
+    does, instead of evenly. So no worker has to keep samples in case they become its own.
     """
 
     def __init__(
@@ -96,11 +98,11 @@ class StreamLoader(GlobalBatchLoader):
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the stream so far."""
+        """Number of whole passes over the stream so far."""
         return self._epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands: `samples` consumed and `steps` made since the start, and more."""
+        """The position in the data: numbers of `samples` and `steps` since the start, and more."""
         position = {
             "samples": self._num_samples,
             "steps": self.step,
@@ -111,21 +113,21 @@ class StreamLoader(GlobalBatchLoader):
         return position | self._ways()
 
     def _ways(self) -> dict[str, Any]:
-        """How the stream is read; of a sharded one a position within an epoch depends on it."""
+        """The settings on which a position within an epoch of a sharded stream depends."""
         parts = self.shares.parts(self.num_micro_batches) if self._is_sharded else ()
         return {
             "workers": self.comm.size,
             "global_batch": self.global_batch,
             "shares": [len(part) * self.micro_batch for part in parts],
-            "num_workers": max(1, int(self._processes.num_workers)),  # it may be numpy's
+            "num_workers": max(1, int(self._processes.num_workers)),  # it may be a numpy integer
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`; all workers call it.
+        """Continues from a `state_dict`; all workers must call it.
 
         Raises:
-            UsageError: if a key is missing or a value impossible, or if a sharded stream would
-                go on within an epoch with other workers, batches, shares or `num_workers`.
+            UsageError: if a key is missing or a value is impossible, or if a sharded stream would
+                continue within an epoch with other workers, batches, shares or `num_workers`.
         """
         self._check_state(state, "samples", "steps", "epoch", "epoch_samples", "epoch_steps")
         if state["epoch_steps"] and (self._is_sharded or state.get("shares")):
@@ -141,12 +143,12 @@ class StreamLoader(GlobalBatchLoader):
         self._epoch_samples, self._epoch_steps = state["epoch_samples"], state["epoch_steps"]
 
     def close(self) -> None:
-        """Ends the loader's processes; asked for more, it starts new ones."""
+        """Ends the loader's processes; new ones are started when more batches are requested."""
         self._ahead = None
         super().close()
 
     def _next_batch(self) -> GlobalBatch | None:
-        """The next batch; the one after it is read and announced first."""
+        """The next batch; before it is returned, the one after it is read and its sum started."""
         part, counts = self._ahead or self._read()
         num_samples = self._num_agreed(part, counts)
         if num_samples == 0 or (self._drop_last and num_samples < self.global_batch):
@@ -172,7 +174,7 @@ class StreamLoader(GlobalBatchLoader):
         )
 
     def _read(self) -> tuple[_Part, Work[Tensor]]:
-        """This worker's part of the following batch, and how many samples all of them have."""
+        """This worker's part of the following batch, and the pending all-reduce of its samples."""
         try:
             if self._items is None:
                 self._items = self._open()
@@ -180,7 +182,7 @@ class StreamLoader(GlobalBatchLoader):
         except BaseException:
             self.close()
             raise
-        # Of a replicated stream all must say the same: the largest and minus the smallest do.
+        # With a replicated stream all numbers must be equal: check the largest and the smallest.
         num = part.num_samples
         counts = torch.tensor([num] if self._is_sharded else [num, -num])
         return part, self.comm.all_reduce(
@@ -188,7 +190,7 @@ class StreamLoader(GlobalBatchLoader):
         )
 
     def _open(self) -> Items:
-        """Begins the epoch, or goes on within it."""
+        """Begins the epoch, or continues within it."""
         self._parts.epoch = self._epoch
         self._parts.num_skipped = self._epoch_samples
         own = (self._parts.slots.start,) if self._is_sharded else ()
@@ -212,7 +214,7 @@ class StreamLoader(GlobalBatchLoader):
         return int(largest)
 
     def _nothing_given(self, num_samples: int) -> UsageError:
-        """Why an epoch has no step."""
+        """The error for an epoch without a global batch."""
         left_out = " (`drop_last` leaves out a short one)" if self._drop_last else ""
         return UsageError(
             f"`dataset` (a {type(self._parts.dataset).__name__}) gave {num_samples} samples in"
@@ -233,24 +235,24 @@ def _as_micro_batches(part: _Part) -> Iterator[MicroBatch]:
 
 @dataclass(eq=False, kw_only=True)
 class _StreamParts(IterableDataset[_Part]):
-    """One epoch of a stream, cut.
+    """One epoch of a stream, divided into this worker's parts of global batches.
 
-    Every global batch has the same slots for micro-batches; a worker fills its own. With
-    n loader processes each makes every n-th part, in turn. A replicated stream is
-    read whole by each of them; a sharded one is split among them by the data set itself, as
-    torch's get_worker_info lets it.
+    Every global batch has the same slots for micro-batches; a worker fills its own slots. With n
+    loader processes each makes every n-th part, in turn. A replicated stream is read in full by
+    each of them; a sharded one is split among them by the data set itself, by means of torch's
+    get_worker_info.
 
     Args:
         dataset: the stream.
-        slots: of this worker.
-        num_slots: of all workers.
+        slots: this worker's slots.
+        num_slots: number of slots of all workers.
         micro_batch: samples of a slot.
-        is_sharded: whether this worker's stream is its own.
-        drop_last: leave an incomplete micro-batch out, and of a sharded stream the part with it.
-        seed: start of the samples' random states.
+        is_sharded: whether this worker has its own stream.
+        drop_last: omit an incomplete micro-batch, and with a sharded stream its whole part.
+        seed: seed of the samples' random states.
         collate: samples -> micro-batch.
-        epoch: passes over the stream before this one.
-        num_skipped: samples of a replicated stream that are read and thrown away first.
+        epoch: number of passes over the stream before this one.
+        num_skipped: number of samples of a replicated stream that are first read and discarded.
     """
 
     dataset: IterableDataset[Any]
@@ -291,7 +293,7 @@ class _StreamParts(IterableDataset[_Part]):
             yield part
 
     def _samples(self, *salt: int) -> Iterator[Any]:
-        """The samples, each drawn with a random state of its own."""
+        """The samples, each read with its own random state."""
         begin_epoch(self.dataset, self.seed, self.epoch, *salt)
         stream = iter(self.dataset)
         for index in count():
@@ -306,10 +308,11 @@ class _StreamParts(IterableDataset[_Part]):
             yield sample
 
     def _part(self, samples: Iterator[Any], slots: range, own: range) -> _Part:
-        """The next samples, as many as fill some slots, of which its own are collated.
+        """Reads samples for `slots`, and collates those of the slots in `own`.
 
-        Each behind its last sample, before the next one is read: a collate function that draws
-        does so from the state that this sample left, whoever has the other slots.
+        A micro-batch is collated after its last sample, before the next one is read. Hence a
+        collate function that draws random numbers uses the state after that sample, whichever
+        workers have the other slots.
         """
         total, micro_batches = 0, []
         for slot in slots:

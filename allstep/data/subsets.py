@@ -1,4 +1,4 @@
-"""A share of a data set, for trainings on less of it."""
+"""Takes a share of a data set, for trainings on less data."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from allstep.data.fetch import is_map_style, not_map_style
 from allstep.data.random import derive_permutation
 from allstep.errors import check_share
 
-_NO_EPOCH = -1  # (seed, 0), (seed, 1), ... are the orders of the epochs
+_NO_EPOCH = -1  # (seed, 0), (seed, 1), ... are seeds of the epochs' orders
 
 
 def subset(dataset: Dataset[Any], share: float, *, seed: int = 0) -> Dataset[Any]:
-    """A random share of a data set, the same on every worker; a smaller share is part of a larger.
+    """A random share of a data set, the same on every worker; larger shares contain smaller ones.
 
-    The first round(share * N) samples, at least one, of a permutation that `seed` stands for.
+    It is the first round(share * N) samples, at least one, of a permutation seeded by `seed`.
 
     Args:
-        dataset: map-style, of N samples.
-        share: above 0 and at most 1, which is the data set itself.
-        seed: of the permutation.
+        dataset: a map-style data set of N samples.
+        share: the share, above 0 and at most 1, which is the data set itself.
+        seed: seed of the permutation.
 
     Returns:
-        What `allstep.data.loader` takes on any number of workers.
+        A data set for `allstep.data.loader`.
 
     Raises:
         UsageError: if `share` is out of range, or the data set is not map-style.
@@ -42,10 +42,10 @@ def subset(dataset: Dataset[Any], share: float, *, seed: int = 0) -> Dataset[Any
 
 
 def subset_size(num_samples: int, share: float) -> int:
-    """How many samples `subset` takes of so many.
+    """The number of samples of `subset`.
 
     Args:
-        num_samples: of the data set.
+        num_samples: samples of the whole data set.
         share: as for `subset`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Text files as sequences of tokens, for models that predict tokens."""
+"""Reads text files as sequences of tokens, for models that predict tokens."""
 
 import re
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ __all__ = [
     "train_tokenizer",
 ]
 
-PADDING = -100  # a target that doesn't count, as in torch's losses
+PADDING = -100  # a target that losses ignore, torch's default `ignore_index`
 _LONG_WORD = 64  # characters
 _NUM_BYTES = 256
-_NUM_SPECIAL = 2  # the two highest tokens: the end of a text, and what hides a token
+_NUM_SPECIAL = 2  # the two highest tokens: the end of a text, and the mask
 
 
 def find_texts(folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
     """The text of a UTF-8 file.
 
     Raises:
-        DataError: if the file can't be read or is not UTF-8; names it and the place.
+        DataError: if the file can't be read or isn't UTF-8; the message names it and the place.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -75,11 +75,11 @@ def read_text(path: Path) -> str:
 
 
 def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """A text's beginning and its end, cut between two words, or anywhere if none is near.
+    """The beginning and the end of a text, split at a space, or anywhere if there is none nearby.
 
     Args:
         text: a whole document.
-        held_out: share of the characters that belong to the end, 0 to 1.
+        held_out: share of the characters in the end part, 0 to 1.
 
     >>> split_text("one two three four", 0.5)
     ('one two', ' three four')
@@ -103,15 +103,15 @@ def split_paragraphs(text: str) -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> str:
-    """Trains a byte-level BPE tokenizer: it knows every text and needs no unknown token.
+    """Trains a byte-level BPE tokenizer, which can encode every text without an unknown token.
 
-    The same texts give the same tokenizer: its first tokens are the 256 bytes, and ties between
-    pairs go to the one with the smaller tokens. (WordPiece's would depend on the order in
-    which its trainer's hash map yields words.)
+    The same texts give the same tokenizer: its first tokens are the 256 bytes, and of equally
+    frequent pairs the one with the smaller tokens is merged first. (A WordPiece tokenizer would
+    depend on the order in which its trainer's hash map yields words.)
 
     Args:
-        texts: what to learn from; only those of the training set.
-        vocab_size: number of tokens that `encode` gives, with the two special ones.
+        texts: the texts to learn from; use only those of the training set.
+        vocab_size: number of different tokens, including the two special ones.
 
     Returns:
         The tokenizer as JSON.
@@ -138,15 +138,15 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> str:
 
 
 def encode(tokenizer: str, texts: Sequence[str], vocab_size: int) -> Tensor:
-    """The tokens of all texts in one row, each text ended by the token `vocab_size - 2`.
+    """The concatenated tokens of all texts, with the token `vocab_size - 2` after each text.
 
     Args:
-        tokenizer: from `train_tokenizer`, with the same `vocab_size`.
+        tokenizer: the tokenizer, from `train_tokenizer` with the same `vocab_size`.
         texts: whole documents or parts of them.
         vocab_size: number of different tokens.
 
     Returns:
-        int32 [token], 4 bytes each.
+        int32 [tokens].
     """
     from tokenizers import Tokenizer
 
@@ -159,10 +159,10 @@ def encode(tokenizer: str, texts: Sequence[str], vocab_size: int) -> Tensor:
 
 
 def tokens_of(tokenizer: str) -> list[str]:
-    """The tokens in the order of their numbers, without the two special ones.
+    """The tokens as strings in the order of their ids, without the two special ones.
 
     Args:
-        tokenizer: from `train_tokenizer`.
+        tokenizer: the tokenizer, from `train_tokenizer`.
 
     >>> tokens_of(train_tokenizer(["ab ab ab"], 259))[-1]
     'ab'
@@ -176,11 +176,11 @@ def tokens_of(tokenizer: str) -> list[str]:
 class CausalSequences(Dataset[tuple[Tensor, Tensor]]):
     """Sequences in which each token is to be predicted from those before it.
 
-    Args:
-        tokens: [token], from `encode`; a last incomplete sequence is left out.
-        sequence_length: tokens of a sample.
+    Each sample is (inputs, targets), both int64 [sequence_length]; a target is the next input.
 
-    Each sample is (inputs, targets), int64 [sequence_length] both; a target is the next input.
+    Args:
+        tokens: tokens from `encode`, [tokens]; a last incomplete sequence is omitted.
+        sequence_length: tokens of a sample.
     """
 
     def __init__(self, tokens: Tensor, sequence_length: int) -> None:
@@ -200,11 +200,11 @@ class Paragraphs(Dataset[tuple[Tensor, Tensor]]):
     """Texts of unequal lengths, in which each token is to be predicted from those before it.
 
     Args:
-        tokens: [token], from `encode`, of one paragraph after the other.
-        sequence_length: the most tokens of a sample; what is longer is cut in several.
-        end: the token that ends a paragraph, which is to be predicted, too.
+        tokens: tokens of successive paragraphs, from `encode`, [tokens].
+        sequence_length: most tokens of a sample; longer paragraphs are cut into several samples.
+        end: the token that ends a paragraph, which is also to be predicted.
 
-    Each sample is (inputs, targets), int64 [n] both, n <= `sequence_length`.
+    Each sample is (inputs, targets), both int64 [n], n <= `sequence_length`.
 
     >>> paragraphs = Paragraphs(torch.tensor([5, 6, 7, 8, 9, 1, 3, 1]), 3, end=1)
     >>> [inputs.tolist() for inputs, _ in map(paragraphs.__getitem__, range(len(paragraphs)))]
@@ -233,9 +233,9 @@ class Paragraphs(Dataset[tuple[Tensor, Tensor]]):
 def collate_padded(
     samples: list[tuple[Tensor, Tensor]], multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), [samples, longest]; inputs end with 0, targets with `PADDING`.
+    """(inputs, targets), [samples, length]; inputs are padded with 0, targets with `PADDING`.
 
-    The longest is rounded up to a multiple of so many tokens.
+    The length is that of the longest sample, rounded up to a multiple of `multiple` tokens.
 
     >>> collate_padded([(torch.tensor([3, 4]), torch.tensor([4, 1])), (torch.tensor([5]),) * 2])[1]
     tensor([[   4,    1],
@@ -251,7 +251,7 @@ def collate_padded(
 
 
 def num_masked(sequence_length: int) -> int:
-    """How many tokens of a sequence are to be predicted: 15 %, and at least one.
+    """The number of tokens of a sequence that are masked: 15 %, and at least one.
 
     >>> num_masked(128), num_masked(2)
     (19, 1)
@@ -260,17 +260,17 @@ def num_masked(sequence_length: int) -> int:
 
 
 def hide_tokens(targets: Tensor, mask: int, random_tokens: range) -> Tensor:
-    """What a model sees of the tokens that it is to predict: 80 % are hidden, 10 % are others.
+    """The inputs in place of tokens to be predicted: 80 % are the mask, 10 % are random tokens.
 
-    Draws from torch's random state.
+    The other 10 % stay as they are. It draws from torch's random state.
 
     Args:
-        targets: int64 [masked].
-        mask: the token that hides 80 % of them.
-        random_tokens: those that 10 % become; another 10 % stay.
+        targets: tokens to be predicted, int64 [masked].
+        mask: the token that replaces 80 % of them.
+        random_tokens: range of the tokens that replace another 10 %.
 
     Returns:
-        int64 [masked].
+        The inputs, int64 [masked].
 
     >>> shown = hide_tokens(torch.full((1000,), 7), 4, range(8, 50))
     >>> 750 < int((shown == 4).sum()) < 850, 60 < int((shown == 7).sum()) < 140
@@ -285,19 +285,19 @@ def hide_tokens(targets: Tensor, mask: int, random_tokens: range) -> Tensor:
 
 
 class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Sequences in which some tokens are hidden, to be predicted from all the others.
-
-    As many in each sequence, so that the mean over a micro-batch's predictions is the mean over
-    its samples. `hide_tokens` hides them, by the special token `vocab_size - 1`. Draws from
-    torch's random state, which the loader sets for each sample.
-
-    Args:
-        tokens: [token], from `encode`; a last incomplete sequence is left out.
-        sequence_length: tokens of a sample.
-        vocab_size: number of different tokens.
+    """Sequences in which some tokens are masked, to be predicted from all the others.
 
     Each sample is (inputs, targets, positions), int64 [sequence_length], [masked], [masked]:
-    `targets` is what was at the `positions` of the inputs.
+    `targets` are the original tokens at the `positions` of the inputs.
+
+    The number of masked tokens is the same in each sequence, so that the mean over a micro-batch's
+    predictions is the mean over its samples. `hide_tokens` masks them with the special token
+    `vocab_size - 1`. It draws from torch's random state, which the loader sets for each sample.
+
+    Args:
+        tokens: tokens from `encode`, [tokens]; a last incomplete sequence is omitted.
+        sequence_length: tokens of a sample.
+        vocab_size: number of different tokens.
 
     Source: Devlin et al., 2018, arXiv:1810.04805, section 3.1.
     """
