@@ -1,4 +1,4 @@
-"""Trainings ready to run; each is a frozen dataclass whose fields are flags of `allstep train`."""
+"""Recipes: complete trainings, frozen dataclasses whose fields are flags of `allstep train`."""
 
 from allstep.recipes.base import DividedRecipe, Recipe
 from allstep.recipes.bert_files import load_bert as load_bert

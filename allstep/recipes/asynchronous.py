@@ -1,4 +1,4 @@
-"""Asynchronous SGD with a parameter server, to compare with, as the recipe `fashion` has it."""
+"""Asynchronous SGD with a parameter server, as a baseline for the recipe `fashion`."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -14,19 +14,19 @@ from allstep.files import json_text, replacing, write_whole
 from allstep.recipes.base import Recipe
 
 Server = Literal["plain", "staleness_aware", "in_turn"]
-"""How gradients are applied: as they come; with the rate divided by their staleness; or of workers
-that pull and push in turn, so that none is late (the control)."""
+"""How gradients are applied: as they arrive; with the rate divided by their staleness; or in turn,
+where workers pull and push one after another, so that no gradient is stale (the control)."""
 
-# Of the options of `allstep.fit` those that mean something here; the recipe's own all do. Sums are
-# not what a server makes, so that `compression` may be exact, as the recipe has it.
+# The options of `allstep.fit` that have an effect here; all of the recipe's own options have one.
+# A server sums no gradients of workers, so `compression` may keep the recipe's default, "exact".
 _TAKEN = ("epochs", "global_batch", "micro_batch", "drop_last", "seed", "compression")
 
 
 def check_options(recipe: Recipe) -> None:
-    """Refuses what a parameter server has no use for.
+    """Checks that no option is set that a parameter server would ignore.
 
     Raises:
-        UsageError: if an option is set that would do nothing.
+        UsageError: if one is.
     """
     for field in fields(TrainOptions):
         value, usual = getattr(recipe, field.name), getattr(type(recipe), field.name)
@@ -43,13 +43,13 @@ def check_options(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, server: Server, comm: Communicator, run_dir: Path) -> nn.Module:
-    """Trains each worker on samples of its own; every update is of one worker's batch.
+    """Trains each worker on its own samples; every update is computed from one worker's batch.
 
-    As many updates of as many samples as `allstep.fit` makes, with the same rates. Rank 0 writes
-    `model.pt`, the state dict, and `report.json`.
+    The number of updates, their numbers of samples and their learning rates are those of
+    `allstep.fit`. Rank 0 writes `model.pt`, the state dict, and `report.json`.
 
     Args:
-        recipe: what to train.
+        recipe: the recipe to train.
         server: how gradients are applied.
         comm: the workers, on CPUs.
         run_dir: the run's folder, which exists.
@@ -60,7 +60,7 @@ def train(recipe: Recipe, server: Server, comm: Communicator, run_dir: Path) -> 
     task = recipe.task(comm)
     in_pairs = [rank for rank in range(comm.size) for _ in ("pull", "push")]
     num_samples = len(task.train_set)  # type: ignore[arg-type]
-    num_scheduled = recipe.epochs * recipe.steps_per_epoch(num_samples)  # each part ends short
+    num_scheduled = recipe.epochs * recipe.steps_per_epoch(num_samples)  # short batches add more
     with allstep.exchange.ParameterServer(
         task.model,
         comm,
@@ -96,13 +96,13 @@ def _train_own_samples(
     comm: Communicator,
     parameters: "allstep.exchange.ParameterServer",
 ) -> int:
-    """Returns how many updates this worker has made."""
+    """Trains on this worker's samples; returns the number of its updates."""
     if comm.rank == 0:
         print(
             f"{comm.size} workers, each with samples of its own, and a parameter server", flush=True
         )
     alone = Communicator.single_process()
-    exchange = allstep.attach(task.model, alone)  # adds up the worker's own micro-batches
+    exchange = allstep.attach(task.model, alone)  # sums over the worker's own micro-batches
     own = range(comm.rank, len(task.train_set), comm.size)  # type: ignore[arg-type]
     loader = allstep.data.loader(
         Subset(task.train_set, own),
@@ -125,7 +125,7 @@ def _train_own_samples(
 
 
 def _show(report: dict[str, Any], run_dir: Path) -> None:
-    counts = report["staleness"]  # of each update of each server's parameters
+    counts = report["staleness"]  # staleness -> number of updates, over all servers
     mean = sum(late * n for late, n in counts.items()) / max(1, sum(counts.values()))
     for name, value in report["metrics"].items():
         print(f"{name}: {value:.4f}")

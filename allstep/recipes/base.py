@@ -1,4 +1,4 @@
-"""What every recipe has: a name, a check, and how the model is optimized or trains itself."""
+"""The base classes of recipes: name, checks, optimizer settings, and how a recipe is run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -18,15 +18,15 @@ from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
 
 
 def package_folder(recipe: str, module: str, distribution: str) -> Path:
-    """An installed package's folder, for data that it holds; it is not imported.
+    """The folder of an installed package, for its data files; the package isn't imported.
 
     Args:
-        recipe: that needs it.
+        recipe: name of the recipe that needs it.
         module: the package's name in Python.
         distribution: its name for pip.
 
     Raises:
-        UsageError: if it isn't installed; with what to install.
+        UsageError: if it isn't installed; the message says what to install.
     """
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
@@ -35,7 +35,7 @@ def package_folder(recipe: str, module: str, distribution: str) -> Path:
 
 
 class Objective(Protocol):
-    """What a model is trained for and measured by; see `allstep.Task`."""
+    """The loss and the metrics of a model; see `allstep.Task`."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, float | Tensor]: ...
 
@@ -44,50 +44,50 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """A training as data: a frozen dataclass, every field a flag of `allstep train`."""
+    """The base of recipes: a frozen dataclass whose fields are flags of `allstep train`."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
 
     def check(self) -> None:
-        """Looks for what the recipe needs; cheap, meant to run before any worker starts.
+        """Checks for the data and packages that the recipe needs; fast, runs before workers start.
 
         Raises:
-            UsageError: if data or a package is missing; says how to get it.
+            UsageError: if data or a package is missing; the message says how to get it.
         """
 
     def check_workers(self, num_workers: int) -> None:
-        """Looks whether so many workers can train it; cheap, and before they do anything.
+        """Checks that `num_workers` workers can train the recipe; fast, before they do any work.
 
         Args:
-            num_workers: all of them.
+            num_workers: number of all workers.
 
         Raises:
-            UsageError: if they can't; says how many can.
+            UsageError: if they can't; the message says how many can.
         """
 
     @property
     def copy_size(self) -> int:
-        """Workers that share a copy of the model, where there are several."""
+        """Number of workers that share a copy of the model, if there are several workers."""
         return 1
 
     @property
     def divides_model(self) -> bool:
-        """Whether a worker has a part of the model that is lost with it."""
+        """Whether a worker holds only a part of the model, which is lost with it."""
         return False
 
     @property
     def trains_itself(self) -> str | None:
-        """What its `run` does that `allstep.fit` doesn't, in words; None if `fit` trains it."""
+        """What `run` does that `allstep.fit` doesn't, as a phrase; None if `fit` trains it."""
         return None
 
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
-        """Trains, or goes on from the newest checkpoint, and writes `report.json`.
+        """Trains, or continues from the newest checkpoint, and writes `report.json`.
 
         Args:
             comm: the workers; each of them must call this.
             run_dir: the run's folder, which exists.
-            resume: go on.
+            resume: whether to continue.
 
         Returns:
             The exit code: 0, or 128 + the signal that ended the run after a checkpoint.
@@ -100,20 +100,20 @@ class _Named:
         return [value for value in values if isinstance(value, Path)]
 
     def describe(self) -> str:
-        """What `allstep train` prints before it starts, as the model's size; by default nothing."""
+        """The text that `allstep train` prints first, such as the model's size; by default ""."""
         return ""
 
     def need_package(self, module: str, distribution: str) -> None:
-        """Raises UsageError, with what to install, if there is no such module."""
+        """Raises UsageError, which says what to install, if there is no such module."""
         package_folder(self.name, module, distribution)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DividedRecipe(_Named, ABC):
-    """A training that runs itself, of a model that is divided over the workers.
+    """A recipe that trains by its own `run`, with a model that is divided among the workers.
 
-    `Recipe` is for data parallelism: workers share out the samples of a batch. Here they share
-    out the model, and each of them sees every sample.
+    `Recipe` is for data parallelism, where the samples of a batch are divided among workers. Here
+    the model is, and each worker processes every sample.
     """
 
     @property
@@ -132,18 +132,18 @@ class DividedRecipe(_Named, ABC):
 class Recipe(_Named, TrainOptions, ABC):
     """A data-parallel training.
 
-    A recipe of your own is a frozen dataclass that derives from this one and says in
-    `build` what to train; `fit(recipe.task(comm), recipe, comm, run_dir)` trains it.
+    Your own recipe is a frozen dataclass that derives from this one and whose `build` returns the
+    task; `fit(recipe.task(comm), recipe, comm, run_dir)` trains it.
 
     Raises:
         UsageError: if a value is out of range.
     """
 
     warmup_share: ClassVar[float] = 0.0
-    """Of `epochs`, where `warmup_epochs` is left out."""
+    """The default of `warmup_epochs` as a share of `epochs`."""
 
     optimizer: allstep.optim.OptimizerName = "sgd"
-    """SGD with Nesterov momentum, AdamW, LARS (MLPerf's form), LAMB, or RMSprop turning SGD."""
+    """SGD with Nesterov momentum, AdamW, LARS (MLPerf's form), LAMB, or RMSprop turning to SGD."""
 
     lr: float = 0.1
     """Peak learning rate, for the whole global batch."""
@@ -152,21 +152,21 @@ class Recipe(_Named, TrainOptions, ABC):
     """SGD's momentum, or AdamW's and LAMB's first beta."""
 
     weight_decay: float = 5e-4
-    """Decay of weight matrices and kernels; biases and normalisation have none."""
+    """Weight decay of matrices and kernels; biases and normalisation have none."""
 
     lr_schedule: allstep.optim.ScheduleName = "cosine"
-    """How the rate falls after the warm-up; poly is quadratic, step is a tenth three times."""
+    """How the rate falls after the warm-up: poly quadratically, step to a tenth three times."""
 
     warmup_epochs: float | None = None
-    """Epochs in which the rate grows linearly; rmsprop_warmup's until half of it is SGD. By default
-    the recipe's usual share of `epochs`."""
+    """Epochs in which the rate grows linearly; for rmsprop_warmup, epochs until half of the update
+    is SGD's. By default the recipe's usual share of `epochs`."""
 
     warmup_start: float = 0.0
-    """Where the growing rate begins, as a share of its peak."""
+    """Learning rate at the start of the warm-up, as a share of its peak."""
 
     train_share: float = 1.0
     """Share of the training set to train on: the same samples on any number of workers, chosen by
-    `seed`; those of a smaller share are among those of a larger."""
+    `seed`; larger shares contain the samples of smaller ones."""
 
     last_statistics: bool = False
     """Evaluate batch norm with the last step's statistics instead of their moving average."""
@@ -176,7 +176,7 @@ class Recipe(_Named, TrainOptions, ABC):
         allstep.errors.check_share(
             "train_share", self.train_share, "(0, 1]", "1 is the whole training set"
         )
-        warmup_epochs = self.settings.warmup_epochs  # settings check their own
+        warmup_epochs = self.settings.warmup_epochs  # `Settings` checks its own fields
         if not 0 <= warmup_epochs < self.epochs:
             raise UsageError(
                 f"`warmup_epochs` (={warmup_epochs}) must be 0 or more and below `epochs`"
@@ -200,7 +200,7 @@ class Recipe(_Named, TrainOptions, ABC):
 
     @property
     def second_stage(self) -> allstep.optim.SecondStage | None:
-        """How the rate goes in a second stage with other batches, for recipes that have one."""
+        """The schedule of a second stage with a different batch; None if the recipe has none."""
         return None
 
     def with_second_stage(
@@ -209,7 +209,7 @@ class Recipe(_Named, TrainOptions, ABC):
         """This recipe with a second stage of longer sequences.
 
         Raises:
-            UsageError: if its samples have no length that could change.
+            UsageError: if its samples aren't sequences.
         """
         raise UsageError(
             f"Recipe `{self.name}` has no sequences that could grow in a second stage; `text` has."
@@ -217,13 +217,17 @@ class Recipe(_Named, TrainOptions, ABC):
 
     @property
     def transformer(self) -> "allstep.plan.TransformerSpec | None":
-        """The blocks that tensor parallelism divides; None if it has none of them."""
+        """The blocks that tensor parallelism divides; None if the model has none."""
         return None
 
     def divided_layers(self, model: nn.Module) -> tuple[Sequence[nn.Module], Sequence[nn.Module]]:
-        """The layers of its model whose compute tensor parallelism divides; by default none.
+        """The layers whose compute tensor parallelism divides; by default none.
 
-        Those of its blocks, and the logits, which stay whole in a pipeline.
+        Args:
+            model: the recipe's model.
+
+        Returns:
+            Layers of the blocks, and the layers of the logits, which stay whole in a pipeline.
         """
         return (), ()
 
@@ -231,7 +235,7 @@ class Recipe(_Named, TrainOptions, ABC):
         """This recipe with each copy of the model on pipeline x tensor workers.
 
         Raises:
-            UsageError: if its model can't be divided so.
+            UsageError: if its model can't be divided that way.
         """
         raise UsageError(
             f"Recipe `{self.name}` has no blocks that tensor parallelism divides; `text` has."
@@ -239,10 +243,10 @@ class Recipe(_Named, TrainOptions, ABC):
 
     @abstractmethod
     def build(self, comm: Communicator) -> Task:
-        """Model, data, loss and optimizer; the random state is set from `seed` already."""
+        """Makes the task: model, data, loss and optimizer; it is called after seeding by `seed`."""
 
     def task(self, comm: Communicator) -> Task:
-        """The task of `fit`, with the initial weights that `seed` stands for.
+        """The task for `fit`, with initial weights seeded by `seed`.
 
         Raises:
             UsageError: as `check` and `check_workers` do.
@@ -256,7 +260,7 @@ class Recipe(_Named, TrainOptions, ABC):
                 f"`train_share` (={self.train_share}): the recipe {self.name} builds its task of"
                 " all samples; let its `build` return `self.make_task(...)`."
             )
-        if self.optimizer == "rmsprop_warmup":  # it counts its transition in steps
+        if self.optimizer == "rmsprop_warmup":  # its transition is defined in steps
             task = replace(task, optimizer=self._rmsprop_warmup(task))
         if self.last_statistics:
             allstep.nn.keep_last_statistics(task.model)
@@ -300,20 +304,21 @@ class Recipe(_Named, TrainOptions, ABC):
         return allstep.data.subset(train_set, self.train_share, seed=self.seed)
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer over the model's parameters; biases and normalisation have no decay.
+        """The optimizer of the model's parameters; biases and normalisation have no decay.
 
-        It looks at no gradient: the training step does, by the option `nonfinite`.
+        It doesn't check gradients for infinities and NaN: the training step does, by the option
+        `nonfinite`.
         """
         return self.settings.make_optimizer(model, nonfinite="propagate")
 
     def make_schedule(
         self, num_train_samples: int, num_second_samples: int | None = None
     ) -> Callable[[int], float]:
-        """The multiplier of the learning rate over the whole run.
+        """A function: step -> multiplier of the learning rate, over the whole run.
 
         Args:
-            num_train_samples: of an epoch.
-            num_second_samples: of an epoch of the second stage, if there is one.
+            num_train_samples: samples of an epoch.
+            num_second_samples: samples of an epoch of the second stage, if there is one.
 
         Raises:
             UsageError: if there are fewer samples than one global batch and `drop_last` is set.
@@ -342,7 +347,7 @@ class Recipe(_Named, TrainOptions, ABC):
         return self.global_batch
 
     def steps_per_epoch(self, num_train_samples: int, global_batch: int | None = None) -> int:
-        """Optimizer steps of an epoch; of `global_batch` samples each, the recipe's own if None.
+        """Optimizer steps per epoch, each of `global_batch` samples; None for the recipe's own.
 
         Raises:
             UsageError: if there is none, as `drop_last` drops the only one.

@@ -1,4 +1,4 @@
-"""BERT on any folder of text files: hidden tokens, and which of two segments belong together."""
+"""BERT pre-training on any folder of text files: masked tokens and next-sentence prediction."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -30,8 +30,8 @@ _LEAST_SEQUENCE = 8
 class Bert(TokenRecipe):
     """Reads `folder/**/*.txt`, each file a document, learns WordPiece tokens and pre-trains BERT.
 
-    Short sequences first, then, in a second stage, longer ones. The texts are kept in memory as
-    tokens. The end of each is held out.
+    It trains on short sequences first, then, in a second stage, on longer ones. The texts are kept
+    in memory as tokens. The end of each text is held out.
 
     Source: Devlin et al., 2018, arXiv:1810.04805; sizes below base by Turc et al., 2019,
     arXiv:1908.08962; LAMB and the stages by You et al., 2020, arXiv:1904.00962.
@@ -55,17 +55,17 @@ class Bert(TokenRecipe):
     """2, 4, 4, 12 or 24 blocks of 128, 256, 512, 768 or 1,024 features."""
 
     vocab_size: int = 4096
-    """The most different tokens, learned from the training texts."""
+    """Largest number of different tokens, which are learned from the training texts."""
 
     dropout: float = 0.1
-    """Share of the features dropped after the embedding and in each block, and of the attention."""
+    """Share dropped of the features after the embedding and in each block, and of the attention."""
 
     second_sequence_length: int | None = 128
     second_lr_share: float = 2 / 3
     second_warmup_epochs: float = 0.1
 
     second_global_batch: int | None = None
-    """Samples of one optimizer step in the second stage; by default half of the first's."""
+    """Samples of one optimizer step in the second stage; by default half of those in the first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +76,7 @@ class Bert(TokenRecipe):
 
     @property
     def config(self) -> BertConfig:
-        """The model's size.
+        """The model's configuration.
 
         >>> Bert(size="base").config.intermediate_size
         3072
@@ -101,7 +101,7 @@ class Bert(TokenRecipe):
         return f"BERT {self.size}: {num_weights / 1e6:,.1f} M weights"
 
     def vocabulary(self, comm: Communicator) -> list[str]:
-        """The tokens in the order of their numbers, learned by rank 0. Collective."""
+        """The tokens in the order of their ids, learned by rank 0. Collective."""
         train_texts, _ = self.read_texts()
         return self._learn_vocabulary(train_texts, comm)
 
@@ -133,12 +133,12 @@ class Bert(TokenRecipe):
 
 @dataclass(frozen=True)
 class PreTraining:
-    """The mean over all hidden tokens of a global batch, and the mean over its pairs of segments.
+    """The loss of pre-training: a mean over masked tokens plus a mean over pairs of segments.
 
         loss = (sum of tokens' losses + most_masked * sum of pairs' losses) / number of tokens
 
-    where `most_masked` is how many tokens a full sequence hides, so that both means count the same
-    if all sequences are full.
+    over a global batch, where `most_masked` is the number of masked tokens of a full sequence, so
+    that both means have the same weight if all sequences are full.
 
     Args:
         unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].
@@ -147,7 +147,7 @@ class PreTraining:
     unigram_log_probs: Tensor
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-        """The sum over a micro-batch of `SegmentPairs`, nats, and the number of hidden tokens."""
+        """The summed loss of a micro-batch of `SegmentPairs` in nats, and its masked tokens."""
         tokens, segments, positions, targets, is_random = batch
         scores, relations = model(tokens, segments, positions)
         masked = summed_cross_entropy(scores.flatten(0, 1), targets.flatten())
@@ -155,10 +155,10 @@ class PreTraining:
         return total, float(_counts(targets).sum())
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
-        """Sums and counts of the hidden tokens' and the pairs' losses (nats) and right answers.
+        """Sums and counts of the masked tokens' and the pairs' losses (nats) and right answers.
 
-        `loss`, `accuracy` and `unigram`, the loss of a guess by frequency, of the hidden tokens;
-        `pair_loss` and `pair_accuracy`.
+        They are `loss`, `accuracy` and `unigram`, the loss of a guess by frequency, for the masked
+        tokens; `pair_loss` and `pair_accuracy` for the pairs.
         """
         tokens, segments, positions, targets, is_random = batch
         scores, relations = model(tokens, segments, positions)

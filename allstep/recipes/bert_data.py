@@ -1,4 +1,4 @@
-"""Pairs of segments with hidden tokens, of WordPiece tokens, as BERT is trained on them."""
+"""BERT's training data: pairs of segments of WordPiece tokens, some of which are masked."""
 
 import re
 from collections import Counter
@@ -27,18 +27,18 @@ Sample = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def learn_vocabulary(texts: Sequence[str], vocab_size: int) -> list[str]:
-    """Learns WordPiece tokens, in lower case and without accents, as BERT's "uncased" ones.
+    """Learns WordPiece tokens, in lower case and without accents, as in BERT's "uncased" models.
 
-    The same texts give the same tokens. The library's trainer numbers characters as its hash map
-    yields them, and ties between pairs go to the one with the smaller numbers; so the characters
-    are numbered here, the most frequent first, up to a quarter of the tokens.
+    The same texts give the same tokens. The library's trainer would number characters in the order
+    of its hash map, and of equally frequent pairs it merges the one with the smaller numbers first;
+    so the characters are numbered here, the most frequent first, up to a quarter of the tokens.
 
     Args:
-        texts: what to learn from; only those of the training set.
-        vocab_size: the most tokens.
+        texts: the texts to learn from; use only those of the training set.
+        vocab_size: the largest number of tokens.
 
     Returns:
-        The tokens in the order of their numbers, the special ones first.
+        The tokens in the order of their ids, the special ones first.
 
     >>> learn_vocabulary(["Ah, aha!"], 40)[5:11]
     ['a', 'h', '!', ',', '##a', '##h']
@@ -67,7 +67,7 @@ def learn_vocabulary(texts: Sequence[str], vocab_size: int) -> list[str]:
 
 
 def wordpiece_tokenizer(numbers: dict[str, int]) -> "Tokenizer":
-    """Splits text as BERT's "uncased" ones do, into tokens with these numbers."""
+    """A tokenizer like those of BERT's "uncased" models, for tokens with these ids."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordPiece(numbers, unk_token="[UNK]"))
@@ -77,7 +77,7 @@ def wordpiece_tokenizer(numbers: dict[str, int]) -> "Tokenizer":
 
 
 def split_sentences(text: str) -> list[str]:
-    r"""The sentences of a text, by the marks at their ends, and by lines.
+    r"""The sentences of a text, split after punctuation marks and at line breaks.
 
     >>> split_sentences("One. Two?\nThree of 1.5")
     ['One.', 'Two?', 'Three of 1.5']
@@ -88,12 +88,12 @@ def split_sentences(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokens of sentences, and these of documents, one after the other.
+    """Documents as concatenated sentences, and these as concatenated tokens.
 
     Args:
-        tokens: int32 [token].
-        sentences: int64 [sentence + 1], where each begins among the tokens, and their end.
-        documents: int64 [document + 1], where each begins among the sentences, and their end.
+        tokens: all tokens, int32 [tokens].
+        sentences: index of each sentence's first token, and the end, int64 [sentences + 1].
+        documents: index of each document's first sentence, and the end, int64 [documents + 1].
     """
 
     tokens: Tensor
@@ -102,14 +102,14 @@ class Documents:
 
 
 def encode(vocabulary: Sequence[str], texts: Sequence[str]) -> Documents:
-    """The texts' tokens; a text without any is no document.
+    """The texts as documents of tokens; texts without tokens are omitted.
 
     Args:
-        vocabulary: from `learn_vocabulary`.
-        texts: documents.
+        vocabulary: the tokens, from `learn_vocabulary`.
+        texts: the texts, one per document.
 
     Returns:
-        Tokens, sentences (cut at 64 tokens) and documents.
+        The documents, whose sentences are cut at 64 tokens.
 
     >>> encode(learn_vocabulary(["Ah. Aha!"], 20), ["Ah. Aha!", "", "Ah"]).documents
     tensor([0, 2, 3])
@@ -134,23 +134,23 @@ def encode(vocabulary: Sequence[str], texts: Sequence[str]) -> Documents:
 
 
 class SegmentPairs(Dataset[Sample]):
-    """Two segments of sentences: the second follows the first, or is one of another document.
+    """Pairs of segments of sentences: the second follows the first, or is from another document.
 
-    The documents are cut in runs of sentences that fill a sequence; a run is cut anew in two
-    segments whenever it is asked for. Half of the second ones are replaced by sentences from a
-    random place of the other documents (of the same, if there are no others). What is
-    too much is cut off the longer segment. 15 % of the tokens are to be predicted, as
-    `allstep.data.text_folder.hide_tokens` shows them. Draws from torch's random state, which the
-    loader sets for each sample.
+    The documents are cut into runs of sentences that fill a sequence; a run is split into two
+    segments at a new random place each time it is read. Half of the second segments are replaced by
+    sentences from a random place of the other documents (of the same, if there are no others).
+    Surplus tokens are cut off the longer segment. 15 % of the tokens are to be predicted;
+    `allstep.data.text_folder.hide_tokens` masks them. The data set draws from torch's random state,
+    which the loader sets for each sample.
+
+    Each sample is (tokens, segments, positions, targets, is_random), all int64: the first two
+    [sequence_length]; the next two [most masked], with positions padded with 0 and targets with
+    `allstep.data.text_folder.PADDING`; and the last [].
 
     Args:
-        documents: from `encode`.
+        documents: the documents, from `encode`.
         sequence_length: tokens of a sample, padding included.
-        num_tokens: of the vocabulary, for those that replace others.
-
-    Each sample is (tokens, segments, positions, targets, is_random): int64 [sequence_length] the
-    first two, [most masked] the next, where positions are filled up with 0 and targets with
-    `allstep.data.text_folder.PADDING`, and [] the last.
+        num_tokens: size of the vocabulary, from which random tokens are drawn.
 
     Source: Devlin et al., 2018, arXiv:1810.04805, section 3.1 and appendix A; cut as in its code.
     """
@@ -186,7 +186,7 @@ class SegmentPairs(Dataset[Sample]):
         return first, self._random_segment(document, self._room - len(first)), True
 
     def _random_segment(self, document: int, num_wanted: int) -> Tensor:
-        """Sentences of one of the other documents, until they have so many tokens."""
+        """Sentences from one of the other documents, until they have `num_wanted` tokens."""
         begins, offsets = self._documents.documents, self._documents.sentences
         own_start, own_end = begins[document : document + 2].tolist()
         others = int(begins[-1]) - (own_end - own_start)
@@ -198,12 +198,12 @@ class SegmentPairs(Dataset[Sample]):
         return self._tokens(start, min(max(end, start + 1), last))
 
     def _tokens(self, start: int, end: int) -> Tensor:
-        """Of the sentences from `start` up to `end`."""
+        """The tokens of the sentences from `start` up to `end`."""
         offsets = self._documents.sentences
         return self._documents.tokens[offsets[start] : offsets[end]]
 
     def _hide(self, tokens: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Hides some of the tokens before `end`; returns where, and what they were."""
+        """Masks some of the tokens before `end`; returns their positions and original tokens."""
         reader = allstep.data.text_folder
         most = reader.num_masked(self._sequence_length)
         candidates = ((tokens != _FIRST) & (tokens != _END))[:end].nonzero()[:, 0]
@@ -218,7 +218,7 @@ class SegmentPairs(Dataset[Sample]):
 
 
 def _cut_in_runs(documents: Documents, room: int) -> Iterator[tuple[int, int, int]]:
-    """(first sentence, end, document) of runs that have `room` tokens, or are a document's last."""
+    """(first sentence, end, document) of each run; runs have `room` tokens, or end a document."""
     offsets, begins = documents.sentences.tolist(), documents.documents.tolist()
     for document, (start, last) in enumerate(pairwise(begins)):
         for end in range(start + 1, last + 1):
@@ -228,7 +228,7 @@ def _cut_in_runs(documents: Documents, room: int) -> Iterator[tuple[int, int, in
 
 
 def _fit(first: Tensor, second: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Both in so many tokens; the longer one loses some, at both of its ends."""
+    """Both segments cut to `room` tokens in total; the longer one loses tokens at both ends."""
     num_second = min(len(second), max(room - len(first), room // 2))
     return _crop(first, room - num_second), _crop(second, num_second)
 

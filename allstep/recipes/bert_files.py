@@ -1,4 +1,4 @@
-"""A BERT as a folder that transformers reads and writes: config.json and model.safetensors."""
+"""Reads and writes a BERT in the format of transformers: config.json and model.safetensors."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -20,12 +20,12 @@ _MEANING = {
     "pad_token_id": PADDING_TOKEN,
     "tie_word_embeddings": True,
 }
-_USUAL = {  # what a file may leave out
+_USUAL = {  # entries that a file may omit
     "position_embedding_type": "absolute",
     "is_decoder": False,
     "add_cross_attention": False,
 }
-_TIED = {  # what a file may hold twice
+_TIED = {  # tensors that a file may contain twice
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
@@ -35,13 +35,14 @@ _NOT_WEIGHTS = {"bert.embeddings.position_ids"}
 def save_bert(model: BertForPreTraining, folder: Path, vocabulary: Sequence[str] = ()) -> None:
     """Writes config.json and model.safetensors, as transformers' BertForPreTraining does.
 
-    `transformers.BertForPreTraining.from_pretrained(folder)` reads them, as do its classes for
-    other tasks.
+    `transformers.BertForPreTraining.from_pretrained(folder)` reads them, and so do transformers'
+    BERT classes for other tasks.
 
     Args:
-        model: of the recipe `bert`, or from `load_bert`.
-        folder: made if it is missing; files of these names are overwritten.
-        vocabulary: the tokens in the order of their numbers, for vocab.txt; none if empty.
+        model: the model, from the recipe `bert` or from `load_bert`.
+        folder: the folder, created if it is missing; existing files are overwritten.
+        vocabulary: the tokens in the order of their ids, for vocab.txt; if empty, the file isn't
+            written.
 
     >>> from tempfile import TemporaryDirectory
     >>> from allstep.recipes.bert import Bert
@@ -62,17 +63,17 @@ def save_bert(model: BertForPreTraining, folder: Path, vocabulary: Sequence[str]
 
 
 def load_bert(folder: Path) -> BertForPreTraining:
-    """A BERT with both of its heads, from files as transformers writes them.
+    """Reads a BERT with both of its heads, from files in the format of transformers.
 
     Args:
-        folder: with config.json and model.safetensors.
+        folder: folder with config.json and model.safetensors.
 
     Returns:
         The model in float32, in training mode as any new module.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, if the model is no BERT or of a kind that
-            isn't here, or if weights are missing; names what it is.
+        CheckpointError: if a file is missing or damaged, if the model isn't a BERT or of an
+            unsupported kind, or if weights are missing; the message says which.
     """
     config = _read_config(folder / "config.json")
     state = _read_state(folder / "model.safetensors")
@@ -111,7 +112,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
         raise allstep.errors.CheckpointError(
             f"{path} can't be read: {error}. Save the model with `safe_serialization=True`."
         ) from error
-    # What TensorFlow called them, in the first files that were published.
+    # TensorFlow's names, as in the first published files.
     renamed = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     state = {}
     for name, value in found.items():

@@ -1,4 +1,4 @@
-"""BERT, its modules named as in transformers: a state dict is what that library's files hold."""
+"""BERT with modules named as in transformers, so that state dicts match that library's files."""
 
 from dataclasses import dataclass
 
@@ -19,14 +19,14 @@ class BertConfig:
         vocab_size: number of different tokens.
         hidden_size: features of a token.
         num_hidden_layers: blocks of the encoder.
-        num_attention_heads: of each block; divide the features.
+        num_attention_heads: attention heads of each block; their number divides `hidden_size`.
         intermediate_size: features between the two dense layers of a block.
-        max_position_embeddings: the most tokens of a sequence.
+        max_position_embeddings: largest number of tokens of a sequence.
         hidden_dropout_prob: probability of dropping a feature after the embedding and each half of
             a block.
-        attention_probs_dropout_prob: of dropping what a token sees of another.
+        attention_probs_dropout_prob: probability of dropping an attention weight.
         type_vocab_size: number of segments.
-        layer_norm_eps: added to the variance.
+        layer_norm_eps: term added to the variance.
     """
 
     vocab_size: int
@@ -42,10 +42,10 @@ class BertConfig:
 
 
 class BertForPreTraining(nn.Module):
-    """An encoder and two heads: which token is hidden, and does one segment follow the other.
+    """An encoder and two heads: for masked tokens, and for whether the second segment follows.
 
     Args:
-        config: its size.
+        config: size of the model.
 
     Source: Devlin et al., 2018, arXiv:1810.04805, section 3 and appendix A.
     """
@@ -60,16 +60,16 @@ class BertForPreTraining(nn.Module):
     def forward(
         self, tokens: Tensor, segments: Tensor, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scores of the tokens at some positions, and of the segments.
+        """Scores of the tokens at some positions, and of the relation of the segments.
 
         Args:
-            tokens: int64 [batch, token]; 0 is padding, which no token sees.
-            segments: int64 [batch, token], 0 or 1.
-            positions: int64 [batch, predicted], or None for all.
+            tokens: int64 [batch, tokens]; 0 is padding, which is masked in the attention.
+            segments: index of each token's segment, int64 [batch, tokens], 0 or 1.
+            positions: positions to predict, int64 [batch, predicted]; None for all.
 
         Returns:
-            [batch, predicted, vocab_size], and [batch, 2]: the second segment follows the first,
-            or is a random one.
+            The tokens' scores, [batch, predicted, vocab_size]; and the segments', [batch, 2]: the
+            second segment follows the first, or is a random one.
         """
         hidden, pooled = self.bert(tokens, segments)
         hidden = at_positions(hidden, positions)
@@ -81,13 +81,13 @@ class BertForPreTraining(nn.Module):
 
 
 class BertForSequenceClassification(nn.Module):
-    """An encoder and a linear layer on what it makes of the first token.
+    """An encoder and a linear layer on its output for the first token.
 
         logits = dense(dropout(pooled))
 
     Args:
-        config: its size; `hidden_dropout_prob` is also that of the classifier.
-        num_classes: outputs.
+        config: size of the model; `hidden_dropout_prob` is also used before the linear layer.
+        num_classes: number of outputs.
 
     Source: Devlin et al., 2018, arXiv:1810.04805, section 4.1; as in transformers.
     """
@@ -100,21 +100,21 @@ class BertForSequenceClassification(nn.Module):
         self.apply(initialize_small)  # as published
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, class] of int64 [batch, token], all in the first segment; 0 is padding."""
+        """Tokens int64 [batch, tokens], in one segment, 0 is padding -> logits [batch, classes]."""
         _, pooled = self.bert(tokens, torch.zeros_like(tokens))
         logits: Tensor = self.classifier(self.dropout(pooled))
         return logits
 
 
 class BertModel(nn.Module):
-    """Post-norm blocks on tokens, positions and segments.
+    """The encoder: post-norm blocks on the embeddings of tokens, positions and segments.
 
         x = norm(token + position + segment)
         x = norm(x + attention(x)); x = norm(x + dense(gelu(dense(x))))    (num_hidden_layers times)
         pooled = tanh(dense(x[first token]))
 
     Args:
-        config: its size.
+        config: size of the model.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -124,9 +124,9 @@ class BertModel(nn.Module):
         self.pooler = _Dense(config.hidden_size, config.hidden_size)
 
     def forward(self, tokens: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, token, feature], and [batch, feature] of the first tokens."""
+        """All tokens' features [batch, tokens, features], and `pooled`, [batch, features]."""
         x = self.embeddings(tokens, segments)
-        is_seen = (tokens != PADDING_TOKEN)[:, None, None, :]  # by each head and token
+        is_seen = (tokens != PADDING_TOKEN)[:, None, None, :]  # for all heads and queries
         for layer in self.encoder.layer:
             x = layer(x, is_seen)
         return x, self.pooler(x[:, 0]).tanh()
@@ -233,7 +233,7 @@ class _Heads(nn.Module):
 
 
 class _Predictions(nn.Module):
-    """What is between the encoder and the tokens' own embeddings, by which they are scored."""
+    """The layers between the encoder and the scores, which use the tokens' embeddings."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

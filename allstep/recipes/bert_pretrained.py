@@ -1,4 +1,4 @@
-"""A BERT with its tokens, of a run of the recipe `bert` or a folder that transformers reads."""
+"""Reads a BERT and its tokens from a run of the recipe `bert`, or from files of transformers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ _CURE = "Give its texts as they were, or files of `save_bert`, which need none."
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What fine-tuning begins with.
+    """A pre-trained model, from which fine-tuning starts.
 
     Args:
-        model: with both heads of its pre-training.
-        vocabulary: its tokens in the order of their numbers.
+        model: the model, with both heads of its pre-training.
+        vocabulary: its tokens in the order of their ids.
     """
 
     model: BertForPreTraining
@@ -31,10 +31,10 @@ class Pretrained:
 
 
 def check_pretrained(path: Path) -> None:
-    """Looks whether there is something to begin with, without reading weights.
+    """Checks that `path` holds a pre-trained model, without reading weights.
 
     Raises:
-        UsageError: if there is not.
+        UsageError: if it doesn't.
     """
     if (path / RECIPE_FILE).is_file():
         _check_texts(path)
@@ -51,13 +51,13 @@ def check_pretrained(path: Path) -> None:
 
 
 def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
-    """Reads a run's newest checkpoint, or files as `save_bert` and transformers write them.
+    """Reads a run's newest checkpoint, or files of `save_bert` or transformers. Collective.
 
-    A run's tokens are learned again from its texts, which must be where they were. Collective.
+    A run's tokens are learned again from its texts, which must still be in the same folder.
 
     Args:
         path: the run's folder, or that of the files.
-        comm: the workers, each of which reads.
+        comm: the workers, each of which reads the model.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or the texts now give other tokens.
@@ -105,7 +105,7 @@ def _check_texts(run_dir: Path) -> None:
 
 
 def _read_vocabulary(folder: Path) -> list[str]:
-    """One token a line."""
+    """The tokens in vocab.txt, one per line."""
     path = folder / "vocab.txt"
     if not path.is_file():
         raise UsageError(
@@ -116,7 +116,7 @@ def _read_vocabulary(folder: Path) -> list[str]:
 
 
 def _checked(folder: Path, found: Pretrained) -> Pretrained:
-    """Raises CheckpointError if the tokens are not those of the model."""
+    """Returns `found`, or raises CheckpointError if the tokens don't match the model."""
     num_tokens, vocab_size = len(found.vocabulary), found.model.config.vocab_size
     if num_tokens > vocab_size:
         raise allstep.errors.CheckpointError(

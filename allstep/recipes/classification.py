@@ -1,4 +1,4 @@
-"""Loss, metrics and a small net that the recipes with pictures share."""
+"""Loss, metrics and a small net for the recipes with pictures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Classifier:
     """Cross-entropy and accuracy of a model on uint8 pictures, normalised on the device.
 
     Args:
-        mean: of each channel, in units of the uint8 values.
+        mean: mean of each channel, in units of the uint8 values.
         std: standard deviation of each channel, in the same units.
         label_smoothing: share of the target spread over all classes in training, 0 to 1.
-        top_k: also count how often the label is among the k best; 0 for no.
+        top_k: k of an additional top-k accuracy; 0 for none.
     """
 
     mean: Sequence[float]
@@ -27,13 +27,13 @@ class Classifier:
     top_k: int = 0
 
     def normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """(images - mean) / std per channel, [batch, channel, height, width] in `dtype`."""
+        """(images - mean) / std per channel, [batch, channels, height, width] in `dtype`."""
         units = torch.tensor([self.mean, self.std], dtype=dtype)
         mean, std = units.to(images.device, non_blocking=True).view(2, -1, 1, 1).unbind()
         return (images.to(dtype) - mean) / std
 
     def logits(self, model: nn.Module, images: Tensor) -> Tensor:
-        """The model's answer, [batch, class], computed in the dtype of its parameters."""
+        """The model's logits, [batch, classes], computed in the dtype of its parameters."""
         logits: Tensor = model(self.normalise(images, next(model.parameters()).dtype))
         return logits
 
@@ -45,7 +45,7 @@ class Classifier:
         )
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
-        """Sums and counts of `accuracy` and `loss` (nats, unsmoothed), and of `top_k`'s."""
+        """Sums and counts of `accuracy`, `loss` (nats, unsmoothed) and the top-k accuracy."""
         images, labels = batch
         logits = self.logits(model, images)
         count = len(labels)
@@ -63,10 +63,10 @@ class ConvNet(nn.Module):
     """Convolutions with batch norm and ReLU, pooling after each group, dropout, a linear layer.
 
     Args:
-        groups: channels of each 3 x 3 convolution, a group for each pooling; pictures are grey.
-        pixels: rows and columns that are left after the last pooling.
+        groups: channels of each 3 x 3 convolution, in groups that end in pooling; input is grey.
+        pixels: rows and columns after the last pooling.
         dropout: probability of dropping a feature before the linear layer.
-        num_classes: outputs.
+        num_classes: number of outputs.
     """
 
     def __init__(
@@ -86,6 +86,6 @@ class ConvNet(nn.Module):
         self.classifier = nn.Linear(num_in * pixels * pixels, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[batch, 1, height, width] -> logits [batch, class]."""
+        """Pictures [batch, 1, height, width] -> logits [batch, classes]."""
         logits: Tensor = self.classifier(self.dropout(self.features(images).flatten(1)))
         return logits

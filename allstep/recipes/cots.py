@@ -41,25 +41,25 @@ _DISTRACTORS_PER_FACE = 48_000 / 13_152
 
 @dataclass(frozen=True, kw_only=True)
 class Cots(DividedRecipe):
-    """Nine layers, trained stage by stage on photographs; then single neurons look at faces.
+    """Nine layers, trained stage by stage on photographs; then neurons are tested on faces.
 
-    The net is divided over the workers in space; each has its part of every picture.
+    The net is divided among the workers in space; each has its part of every picture.
     """
 
     name: ClassVar[str] = "cots"
     summary: ClassVar[str] = "photographs, a sparse autoencoder divided over the workers; minutes"
 
     size: Size = "small"
-    """The net: large has four times the maps of small in each stage."""
+    """Size of the net: large has four times as many maps as small in each stage."""
 
     nonlinearity: Literal["none", "relu"] = "relu"
-    """After filtering; none is as published."""
+    """Nonlinearity after filtering; none is as published."""
 
     pixels: int = 24
-    """Rows and columns of a picture, which choose the net: 24, 48 or the paper's 200."""
+    """Rows and columns of a picture, which determine the net: 24, 48 or the paper's 200."""
 
     channels: int = 1
-    """1 for grey, 3 for colour."""
+    """Channels of a picture: 1 for grey, 3 for colour."""
 
     # Chosen among ten nets, rates of 0.05 to 1, sparsities of 0.1 to 3 and 300 to 2,000 steps, with
     # one seed.
@@ -67,44 +67,45 @@ class Cots(DividedRecipe):
     """Updates of each stage."""
 
     batch: int = 96
-    """Pictures of an update; workers that share a net see a part of each."""
+    """Pictures of an update; workers that share a net have a part of each picture."""
 
     data_parallel: int = 1
-    """Nets, each divided over workers / nets workers, that share out the pictures of an update."""
+    """Number of nets, each divided over workers / nets workers; each gets a share of an update's
+    pictures."""
 
     lr: float | None = None
-    """Learning rate of filters that see one number with a variance of 1; falls to 0. By default
-    1.0 for the net it was tuned for, small with relu at 24 pixels, and 0.3 for others."""
+    """Learning rate for filters with a single input of variance 1; falls to 0. By default 1.0 for
+    the net it was tuned for, small with relu at 24 pixels, and 0.3 for others."""
 
     momentum: float = 0.9
     """SGD's momentum."""
 
     sparsity: float = 0.3
-    """Weight of the pools' responses beside the error of the reconstruction."""
+    """Weight of the pools' responses in the cost, relative to the reconstruction error."""
 
     tied: bool = True
-    """Decode with the encoder's filters; otherwise with others, trained apart."""
+    """Decode with the encoder's filters; otherwise with separate ones."""
 
     photos: Photos = "scikit"
-    """Photographs of scikit-image and scikit-learn, of the package mvtb-data, or of `folder`."""
+    """Source of photographs: scikit-image and scikit-learn, the package mvtb-data, or `folder`."""
 
     folder: Path = Path("photographs")
     """Folder of photographs for `photos` = folder."""
 
     patches: int = 20_000
-    """Squares that are cut from the photographs to train on."""
+    """Number of squares cut from the photographs to train on."""
 
     faces: Path | None = None
-    """OpenCV's trainingfaces_24-24.vec; without it 100 portraits of scikit-image."""
+    """OpenCV's file trainingfaces_24-24.vec; by default 100 portraits from scikit-image."""
 
     face_share: float = 0.1
-    """Share of the training pictures that are portraits, unlabelled, of the half to choose on."""
+    """Share of the training pictures that are unlabelled portraits, from the half to choose on."""
 
     seed: int = 0
-    """Start of the initial filters and of the order of samples."""
+    """Seed of the initial filters and of the samples."""
 
     precision: Literal["float32", "float64"] = "float32"
-    """Of all numbers."""
+    """Dtype of the filters and the pictures."""
 
     log_every_steps: int = 20
     """Updates between two lines of metrics.jsonl."""
@@ -137,13 +138,13 @@ class Cots(DividedRecipe):
         return [path for path in (folder, self.faces) if path is not None]
 
     def check(self) -> None:
-        """Looks for photographs and faces."""
+        """Checks for photographs and faces."""
         find_photographs(self.photos, self.folder)
         if self.faces is not None or self.face_share:
             read_portraits(self.faces)
 
     def check_workers(self, num_workers: int) -> None:
-        """Refuses nets that can't have equally many workers."""
+        """Checks that the workers divide evenly among the nets."""
         if num_workers % self.data_parallel:
             raise UsageError(
                 f"`data_parallel` (={self.data_parallel}) must divide the workers ({num_workers});"
@@ -154,7 +155,7 @@ class Cots(DividedRecipe):
         """Trains the stages, tests the neurons, writes pictures and `report.json`."""
         self.check_workers(comm.size)
         nets = self.data_parallel
-        mesh = comm.mesh(data=nets, model=comm.size // nets)  # who share a net, and one each of all
+        mesh = comm.mesh(data=nets, model=comm.size // nets)  # a net is shared along `model`
         grid = allstep.nn.Grid(mesh["model"])
         paths, portraits = find_photographs(self.photos, self.folder), read_portraits(self.faces)
         photographs = self._read(paths[::2], self.channels, self.pixels)
@@ -200,12 +201,12 @@ class Cots(DividedRecipe):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all numbers."""
+        """Dtype of the filters and the pictures."""
         return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
     def form(self) -> PictureFormat:
-        """How the net sees pictures."""
+        """The format of the net's input pictures."""
         return PictureFormat(
             self.pixels, self.channels, NETS[self.pixels].contrast_size, self.dtype
         )
@@ -233,7 +234,7 @@ class Cots(DividedRecipe):
     def pictures(
         self, grid: "allstep.nn.Grid", photographs: list[list[Tensor]], portraits: Portraits
     ) -> TrainingPictures:
-        """What is trained on: patches of photographs, and some portraits."""
+        """The training pictures: patches of photographs, and some portraits."""
         generator = torch.Generator().manual_seed(self.seed)
         return TrainingPictures(
             grid,
@@ -271,7 +272,7 @@ class Cots(DividedRecipe):
     def _face_test(
         self, grid: "allstep.nn.Grid", held_out: list[Path], portraits: Portraits
     ) -> FaceTest:
-        """Of photographs that are not trained on; the stimuli are the same whatever the seed."""
+        """The test on held-out photographs; the stimuli don't depend on the recipe's seed."""
         generator = torch.Generator().manual_seed(_STIMULI_SEED)
         half = len(held_out) // 2
         halves = []

@@ -1,4 +1,4 @@
-"""Photographs to train on, portraits and distractors to test with, for recipe `cots`."""
+"""Photographs and portraits for training and testing the recipe `cots`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ _MVTB = (
     "road.png", "street", "roof", "rocks2", "tomato", "aerial", "walls",
 )  # fmt: skip
 _SUFFIXES = (".png", ".jpg", ".jpeg")
-_SHRINK = 2**-0.5  # from one scale of a photograph to the next
-_FLAT = 4.0  # standard deviation, of 255, below which a patch shows nothing
-_WARPS = 10  # crops of one portrait in OpenCV's file
+_SHRINK = 2**-0.5  # factor from one scale of a photograph to the next
+_FLAT = 4.0  # standard deviation of uint8 values below which a patch shows nothing
+_WARPS = 10  # crops of each portrait in OpenCV's file
 
 
 def find_photographs(photos: Photos, folder: Path) -> list[Path]:
     """The photographs' files, sorted by name.
 
     Raises:
-        UsageError: if there are none, or fewer than four; with what to install.
+        UsageError: if there are fewer than four, or a package has to be installed.
     """
     if photos == "folder":
         found = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES]
@@ -58,9 +58,9 @@ def read_photograph(path: Path, channels: int, smallest: int) -> list[Tensor]:
     """A photograph in several scales, each uint8 [channels, height, width], the largest first.
 
     Args:
-        path: of the file.
+        path: the file.
         channels: 1 for grey, 3 for colour.
-        smallest: no side of the last scale is shorter, unless the photograph's own is.
+        smallest: least side of all scales in pixels; the original size is always included.
     """
     from PIL import Image
 
@@ -82,7 +82,7 @@ def draw_patches(
 ) -> Tensor:
     """Squares at random places and scales, uint8 [num_patches, channels, side, side].
 
-    Those that show next to nothing, such as sky, are left out.
+    Those with next to no contrast, such as sky, are skipped.
 
     Raises:
         UsageError: if no photograph is as large as a patch.
@@ -114,10 +114,10 @@ def draw_patches(
 
 @dataclass(frozen=True)
 class Portraits:
-    """Two halves of the portraits: one to choose neurons with, one to report them on.
+    """Two halves of the portraits: one to choose neurons with, one to report results on.
 
     Attributes:
-        choose, report: uint8 [num, side, side], one crop of each portrait.
+        choose, report: one crop of each portrait, uint8 [num, side, side].
         warps: all crops of the portraits in `choose`.
     """
 
@@ -127,10 +127,10 @@ class Portraits:
 
 
 def read_portraits(path: Path | None) -> Portraits:
-    """The portraits of OpenCV's `trainingfaces_24-24.vec`; without it 100 of scikit-image.
+    """The portraits in OpenCV's `trainingfaces_24-24.vec`; if None, 100 of scikit-image's.
 
     Raises:
-        UsageError: if there is no such file, or if it is of another kind.
+        UsageError: if there is no such file, or if it has another format.
     """
     if path is None:
         faces = np.load(
@@ -144,7 +144,7 @@ def read_portraits(path: Path | None) -> Portraits:
 
 
 def _read_vec(path: Path) -> Tensor:
-    """OpenCV's format: count and size of a sample, then a zero byte and int16 pixels of each."""
+    """Reads OpenCV's format: count and size of samples, then a zero byte and int16 pixels each."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The face neuron test: every neuron of every stage, and what it is to be compared with."""
+"""The face neuron test, for every neuron of every stage and for baselines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ _TEMPLATES_AT_ONCE, _MOST_TEMPLATES = 512, 8192
 
 @dataclass(frozen=True)
 class Stimuli:
-    """One half of the test: grey squares as they are, uint8 [num, side, side]."""
+    """One half of the test's stimuli: unnormalised grey squares, uint8 [num, side, side]."""
 
     faces: Tensor
     distractors: Tensor
@@ -34,10 +34,11 @@ class Best:
     """The best of some neurons.
 
     Attributes:
-        name: of their layer, or of a baseline.
-        num_neurons: how many there were to choose from.
-        score: what the chosen one does.
-        shown: numbers of the stimuli it responds to most in the second half, faces first counted.
+        name: name of their layer, or of a baseline.
+        num_neurons: number of neurons to choose from.
+        score: score of the chosen one.
+        shown: indices of the stimuli of the second half to which it responds most; faces are
+            numbered before distractors.
     """
 
     name: str
@@ -46,17 +47,17 @@ class Best:
     shown: list[int]
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report."""
+        """The name, the number of neurons and the score as plain data, for a report."""
         return {"name": self.name, "num_neurons": self.num_neurons, **asdict(self.score)}
 
 
 class FaceTest:
-    """Faces v. distractors, in two halves; neurons are chosen on one, reported on the other.
+    """A test of faces against distractors; neurons are chosen on one half, tested on the other.
 
     Args:
         grid: the workers that share the net.
-        form: of the net's pictures.
-        choose, report: the two halves, the same on all workers.
+        form: format of the net's pictures.
+        choose, report: the two halves of the stimuli, the same on all workers.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class FaceTest:
 
     @property
     def all_negative(self) -> float:
-        """The accuracy of saying that nothing is a face."""
+        """The accuracy of the constant answer that nothing is a face."""
         report = self.halves[1]
         return len(report.distractors) / (len(report.faces) + len(report.distractors))
 
     def layer(self, name: str, net: Layer) -> Best:
-        """The best neuron of a layer that is divided over the workers; all of them call this.
+        """The best neuron of a layer that is divided among the workers. Collective.
 
         Args:
-            name: of the layer.
-            net: this worker's neurons, [num, maps, height, width], from its part of pictures.
+            name: name of the layer.
+            net: this worker's part of pictures -> its neurons, [num, maps, height, width].
         """
         halves = [self._responses(half, net, own_part=True) for half in self.halves]
         own = asdict(_best(name, *halves))  # each worker knows only its own neurons
@@ -89,12 +90,17 @@ class FaceTest:
         return _best_of(everyone, sum(best.num_neurons for best in everyone))
 
     def feature(self, name: str, feature: Layer) -> Best:
-        """A baseline: numbers [num, num_features] of uint8 squares [num, side, side]."""
+        """The best of a baseline's features.
+
+        Args:
+            name: name of the baseline.
+            feature: uint8 squares [num, side, side] -> features [num, num_features].
+        """
         halves = [Responses(feature(half.faces), feature(half.distractors)) for half in self.halves]
         return _best(name, *halves)
 
     def mean_face(self) -> Best:
-        """The supervised template: the mean of the first half's faces, as the net sees them."""
+        """The supervised baseline: the mean of the first half's normalised faces as a filter."""
         faces = next(self._pictures(self.halves[0].faces, len(self.halves[0].faces)))
         template = faces.flatten(1).mean(0, keepdim=True)
         halves = [self._responses(half, _products_with(template)) for half in self.halves]
@@ -103,7 +109,7 @@ class FaceTest:
     def random_templates(
         self, num_templates: int, photographs: list[list[Tensor]], generator: torch.Generator
     ) -> Best:
-        """The best of as many random patches of photographs, as filters; of 8,192 at most."""
+        """The best of `num_templates` random patches of photographs as filters, at most 8,192."""
         num_templates = min(num_templates, _MOST_TEMPLATES)
         found = []
         for first in range(0, num_templates, _TEMPLATES_AT_ONCE):
@@ -115,14 +121,14 @@ class FaceTest:
         return _best_of(found, num_templates)
 
     def shown(self, best: Best) -> tuple[Tensor, Tensor]:
-        """The best stimuli of a neuron, [num, side, side], and which of them are faces."""
+        """The stimuli a neuron responds to most, [num, side, side], and which of them are faces."""
         report = self.halves[1]
         numbers = torch.tensor(best.shown)
         stimuli = torch.cat([report.faces, report.distractors])
         return stimuli[numbers], numbers < len(report.faces)
 
     def _pictures(self, stimuli: Tensor, at_once: int = _AT_ONCE) -> Iterator[Tensor]:
-        """Stimuli as the net's pictures, some at a time, whole."""
+        """Stimuli in the format of the net's pictures, some at a time, not divided."""
         for some in torch.split(stimuli, at_once):
             yield self.form.normalised(self.form.resized(some))
 
@@ -148,7 +154,7 @@ def _best(name: str, choose: Responses, report: Responses) -> Best:
 
 
 def _best_of(some: Sequence[Best], num_neurons: int) -> Best:
-    """The best of the best of parts of so many neurons."""
+    """The best of several parts' best neurons; the parts have `num_neurons` in total."""
     return replace(max(some, key=lambda best: best.score.chosen_auc), num_neurons=num_neurons)
 
 
@@ -157,7 +163,7 @@ def _products_with(templates: Tensor) -> Layer:
 
 
 def parts_of(stages: "list[allstep.nn.AutoencoderStage]") -> Iterator[tuple[str, Layer]]:
-    """Two layers of neurons for each stage: its filters, and its output after pool and norm."""
+    """Two layers of neurons per stage: the filters, and the output after pooling and norm."""
     for index, stage in enumerate(stages):
         below = nn.Sequential(*stages[:index])
         yield f"stage {index + 1} filters", partial(_filters, below, stage)

@@ -1,4 +1,4 @@
-"""The nine layers of recipe `cots`, in sizes from a laptop's to the paper's."""
+"""Shapes of the nets of recipe `cots`, from a size for laptops to the paper's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Size = Literal["small", "large"]
 
 @dataclass(frozen=True)
 class StageShape:
-    """A stage's numbers; see `allstep.nn.AutoencoderStage`."""
+    """The shape of a stage, three layers; see `allstep.nn.AutoencoderStage`."""
 
     kernel_size: int
     stride: int
@@ -21,11 +21,12 @@ class StageShape:
 
 @dataclass(frozen=True)
 class NetShape:
-    """A net's numbers.
+    """The shape of a net.
 
     Attributes:
-        contrast_size: neighbourhood in which a picture's contrast is normalised before the net.
-        stages: from the first.
+        contrast_size: rows and columns of the neighbourhood in which the contrast of the input is
+            normalised.
+        stages: the stages in order.
     """
 
     contrast_size: int
@@ -58,6 +59,6 @@ NETS: Mapping[int, NetShape] = {
         ),
     ),
 }
-"""Rows and columns of a picture -> the stages of the small net."""
+"""Rows and columns of a picture -> the shape of the small net."""
 
-WIDER = 4  # maps of the large net for each of the small one
+WIDER = 4  # ratio of the maps of the large net to those of the small one

@@ -1,4 +1,4 @@
-"""How well single neurons tell faces from distractors."""
+"""Scores how well single neurons distinguish faces from distractors."""
 
 from dataclasses import dataclass
 
@@ -10,31 +10,31 @@ _AT_ONCE = 256  # neurons
 
 @dataclass(frozen=True)
 class Responses:
-    """Of some neurons to one half of the stimuli.
+    """Responses of some neurons to one half of the stimuli.
 
     Attributes:
-        faces: [num_faces, num_neurons].
-        distractors: [num_distractors, num_neurons].
+        faces: responses to faces, [num_faces, num_neurons].
+        distractors: responses to distractors, [num_distractors, num_neurons].
     """
 
     faces: Tensor
     distractors: Tensor
 
     def of(self, neuron: int, sign: float) -> "Responses":
-        """Those of one neuron, turned around if the sign is -1."""
+        """The responses of one neuron, multiplied by `sign`."""
         place = slice(neuron, neuron + 1)
         return Responses(sign * self.faces[:, place], sign * self.distractors[:, place])
 
 
 @dataclass(frozen=True)
 class Score:
-    """A neuron that was chosen on one half of the stimuli, and what it does on the other.
+    """The result of a neuron that was chosen on one half of the stimuli, on both halves.
 
     Attributes:
-        neuron: its number.
-        sign: 1 if it responds to faces, -1 if to distractors.
-        chosen_auc, chosen_accuracy: on the half that neuron and threshold were chosen on.
-        auc, accuracy: on the other half.
+        neuron: index of the neuron.
+        sign: 1 if it responds more to faces, -1 if more to distractors.
+        chosen_auc, chosen_accuracy: results on the half on which neuron and threshold were chosen.
+        auc, accuracy: results on the other half.
     """
 
     neuron: int
@@ -64,11 +64,11 @@ def score(choose: Responses, report: Responses) -> Score:
 
 
 def auc(faces: Tensor, distractors: Tensor) -> Tensor:
-    """How often a face's response exceeds a distractor's, of each neuron; a tie is half.
+    """Each neuron's share of pairs in which the face's response is larger; a tie counts half.
 
     Args:
-        faces: [num_faces, num_neurons].
-        distractors: [num_distractors, num_neurons].
+        faces: responses to faces, [num_faces, num_neurons].
+        distractors: responses to distractors, [num_distractors, num_neurons].
 
     >>> auc(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))
     tensor([0.8750], dtype=torch.float64)
@@ -85,13 +85,13 @@ def auc(faces: Tensor, distractors: Tensor) -> Tensor:
 
 
 def best_threshold(faces: Tensor, distractors: Tensor) -> tuple[float, float]:
-    """The threshold above which to say "face", and its accuracy; one neuron's responses each.
+    """The best threshold above which to answer "face", and its accuracy, for one neuron.
 
     >>> best_threshold(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0, 2.5]))
     (1.5, 0.8)
     """
     values = torch.unique(torch.cat([faces, distractors]))  # sorted
-    lowest = values[:1] - 1  # all are faces; above the last none is
+    lowest = values[:1] - 1  # at the lowest threshold all are called faces, at the last one none
     thresholds = torch.cat([lowest, (values[:-1] + values[1:]) / 2, values[-1:]])
     num_missed = torch.searchsorted(faces.sort().values, thresholds, right=True)
     num_rejected = torch.searchsorted(distractors.sort().values, thresholds, right=True)

@@ -1,4 +1,4 @@
-"""The pictures that recipe `cots` trains on, and how its net sees them."""
+"""The training pictures of recipe `cots`, and the format of its net's input."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ import allstep
 from allstep import Communicator
 
 _AT_ONCE = 256  # pictures that are normalised together
-_FLAT = 4.0  # standard deviation, of 255, below which a picture shows next to nothing
+_FLAT = 4.0  # standard deviation of uint8 values below which a picture shows next to nothing
 
 
 @dataclass(frozen=True)
 class PictureFormat:
-    """The pictures of a net.
+    """The format of a net's input pictures.
 
     Attributes:
         pixels: rows and columns.
         channels: 1 for grey, 3 for colour.
         contrast_size: rows and columns of the neighbourhood in which contrast is normalised; odd.
-        dtype: of their numbers.
+        dtype: dtype of the normalised pictures.
     """
 
     pixels: int
@@ -30,10 +30,10 @@ class PictureFormat:
     dtype: torch.dtype
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Pictures as the net sees them, whole: normalised, then so in each place.
+        """Undivided pictures, normalised as a whole and then in each neighbourhood.
 
         Args:
-            x: uint8 [num, channels, height, width].
+            x: pictures, uint8 [num, channels, height, width].
         """
         grid = allstep.nn.Grid(Communicator.single_process())
         layout = grid.split(x.shape[2:])
@@ -42,12 +42,12 @@ class PictureFormat:
         return torch.cat(parts)
 
     def own_part(self, grid: "allstep.nn.Grid", x: Tensor) -> Tensor:
-        """This worker's part of whole pictures, a view."""
+        """This worker's part of undivided pictures, as a view."""
         layout = grid.split((self.pixels, self.pixels))
         return allstep.nn.windows.local_shard(grid, x, layout)
 
     def resized(self, x: Tensor) -> Tensor:
-        """Grey squares, uint8 [num, side, side], as uint8 [num, channels, pixels, pixels]."""
+        """Grey squares uint8 [num, side, side] -> uint8 [num, channels, pixels, pixels]."""
         x = x[:, None]
         if x.shape[2] != self.pixels:
             size = (self.pixels, self.pixels)
@@ -57,9 +57,9 @@ class PictureFormat:
 
 
 def normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each picture with mean 0 and variance 1: [num, channels, height, width] in `dtype`.
+    """Normalises each picture to mean 0 and variance 1, [num, channels, height, width] in `dtype`.
 
-    (x - mean) / max(std, 4), over the whole picture; 4 of 255 is next to nothing to see.
+    It is (x - mean) / max(std, 4) over the whole picture; a deviation of 4 is hardly visible.
     """
     x = x.to(dtype)
     mean, std = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), keepdim=True)
@@ -67,15 +67,15 @@ def normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TrainingPictures:
-    """This worker's part of patches of photographs and of unlabelled portraits, mixed.
+    """This worker's part of the training pictures: patches of photographs and unlabelled portraits.
 
     Args:
         grid: the workers that share each picture.
-        form: of the pictures.
-        patches: uint8 [num, channels, pixels, pixels].
-        faces: uint8, shaped alike.
-        face_share: of the faces in a batch.
-        batch: pictures drawn at once.
+        form: format of the pictures.
+        patches: patches of photographs, uint8 [num, channels, pixels, pixels].
+        faces: portraits, also uint8 [num, channels, pixels, pixels].
+        face_share: probability that a drawn picture is a portrait.
+        batch: number of pictures of a batch.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainingPictures:
         self._batch = batch
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """A batch, [batch, channels, *this worker's window]."""
+        """Draws a batch, [batch, channels, *this worker's window]."""
         num = self._batch
         are_faces = torch.rand(num, generator=generator) < self._face_share
         patch_numbers = torch.randint(len(self._patches), (num,), generator=generator)

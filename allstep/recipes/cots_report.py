@@ -1,4 +1,4 @@
-"""What the recipe `cots` tells of its neurons: a table, and pictures of what they respond to."""
+"""The report of the recipe `cots` on its neurons: a table, and pictures of their best stimuli."""
 
 import math
 from pathlib import Path
@@ -25,18 +25,18 @@ def table_of_neurons(
     run_dir: Path,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Each layer's best neuron and what it is compared with. Collective.
+    """A table of each layer's best neuron and of baselines. Collective.
 
     Args:
         stages: the trained net.
-        untrained: another of the same layers.
-        test: what the neurons are asked.
-        photographs: that random templates are cut from.
-        run_dir: where rank 0 writes the pictures of filters and best stimuli.
-        seed: of the random templates.
+        untrained: an untrained net with the same layers.
+        test: the test of the neurons.
+        photographs: photographs from which random templates are cut.
+        run_dir: folder in which rank 0 writes the pictures of filters and best stimuli.
+        seed: seed of the random templates.
 
     Returns:
-        A row for each; nothing on other ranks than 0.
+        The rows; [] on ranks other than 0.
     """
     trained = [test.layer(name, part) for name, part in parts_of(stages)]
     random = [test.layer(f"{name}, untrained", part) for name, part in parts_of(untrained)]
@@ -57,7 +57,7 @@ def table_of_neurons(
 
 
 def show(report: dict[str, Any], run_dir: Path) -> None:
-    """The report on one screen."""
+    """Prints the report."""
     if report["interrupted"] is None:
         print(f"{'':32}{'neurons':>8}{'AUC':>8}{'accuracy':>10}   chosen on the other half")
         for row in report["neurons"]:
@@ -74,7 +74,7 @@ def show(report: dict[str, Any], run_dir: Path) -> None:
 
 
 def _some_filters(stage: "allstep.nn.AutoencoderStage") -> Tensor:
-    """Some hundreds, from all over the layer. Collective."""
+    """Up to a few hundred filters, spread over the whole layer. Collective."""
     layer = stage.filtering
     num_filters = math.prod(layer.block_layout.shape) * layer.weight.shape[2]
     numbers = torch.linspace(0, num_filters - 1, min(num_filters, _MOST_FILTERS)).long()
@@ -82,7 +82,7 @@ def _some_filters(stage: "allstep.nn.AutoencoderStage") -> Tensor:
 
 
 def _save_filters(path: Path, filters: Tensor, channels: int) -> None:
-    """A sheet of filters [num_filters, kernel * kernel * channels], scaled so that grey is zero."""
+    """Saves filters [num_filters, kernel * kernel * channels] as a sheet in which zero is grey."""
     flat = filters.float()
     side = round((flat.shape[1] / channels) ** 0.5)
     tiles = flat.view(-1, side, side, channels)
@@ -93,9 +93,9 @@ def _save_filters(path: Path, filters: Tensor, channels: int) -> None:
 
 
 def _save_stimuli(path: Path, rows: list[tuple[Tensor, Tensor]]) -> None:
-    """A line for each neuron, faces in a green frame.
+    """Saves a sheet with a row per neuron, in which faces have a green frame.
 
-    `rows` are its best stimuli, uint8 [num, side, side], and which are faces, [num].
+    `rows` are each neuron's best stimuli, uint8 [num, side, side], and which are faces, [num].
     """
     colours = {True: _FACE, False: _DISTRACTOR}
     tiles = [

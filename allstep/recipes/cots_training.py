@@ -1,4 +1,4 @@
-"""The greedy training of recipe `cots`, for the loop that trains everything else."""
+"""The greedy training of recipe `cots`, in the form that the common training loop takes."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,29 +10,29 @@ from torch import Tensor, nn
 import allstep
 from allstep import Communicator, UsageError
 
-_MOST_GROWTH = 10  # of the cost in a stage, which ought to fall
+_MOST_GROWTH = 10  # largest factor by which the cost may grow in a stage; it should fall
 
 
 class GreedyTraining:
     """Trains stage after stage, `steps` updates each, with a rate that falls linearly to zero.
 
     It is an `allstep.train.Training` in which a stage is an epoch. Every worker draws the same
-    samples; a net takes its share of them, a worker its part of each. An update depends only on the
-    seed, its number and the state: any number of workers goes on from it.
+    samples; a net uses its share of them, and a worker its part of each. An update depends only on
+    the seed, its number and the state, so any number of workers can continue from a checkpoint.
 
     Args:
-        stages: the net.
-        draw: a batch, this worker's part of it, from a generator.
-        mesh: the workers, along `data` nets with other samples, along `model` those of one net.
+        stages: the stages of the net.
+        draw: generator -> this worker's part of a batch.
+        mesh: the workers: nets with different samples along `data`, parts of a net along `model`.
         batch: samples of an update, of all nets together.
         steps: updates of a stage.
-        seed: of the samples.
+        seed: seed of the samples.
         training: `lr`, `momentum`, `sparsity` and `tied` of `allstep.nn.StageTraining`.
-        options: plain data; a checkpoint of others is refused.
+        options: options as plain data; a checkpoint with different ones is rejected.
 
     Attributes:
-        step: updates done, of all stages.
-        costs: for each stage, its last mean cost.
+        step: number of updates so far, of all stages.
+        costs: name of each stage -> its last mean cost.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GreedyTraining:
         self._seed = seed
         self._training_options = training
         self._options = options
-        self._training: allstep.nn.StageTraining | None = None  # of the stage that is under way
+        self._training: allstep.nn.StageTraining | None = None  # training of the present stage
         self._exchange: allstep.Exchange | None = None
         self._rates: list[float] = []
         self._first_cost = math.inf
@@ -66,7 +66,7 @@ class GreedyTraining:
 
     @property
     def epoch(self) -> int:
-        """Stages that are done."""
+        """Number of stages that are finished."""
         return self.step // self._steps
 
     @property
@@ -75,13 +75,13 @@ class GreedyTraining:
         return self._steps * len(self._stages)
 
     def begin_epoch(self) -> bool:
-        """Takes up the stage, unless it is under way."""
+        """Starts the stage, unless it was resumed within it."""
         if self.step % self._steps == 0:
             self._training = self._start_stage()
         return False
 
     def updates(self) -> "Iterator[allstep.train.Update]":
-        """Makes the rest of the stage's updates, one each time that it is asked for the next."""
+        """An iterator that makes the rest of the stage's updates, one per item."""
         stage, training = self.epoch, self._training
         assert training is not None
         while self.epoch == stage:
@@ -99,19 +99,19 @@ class GreedyTraining:
             )
 
     def mean_loss(self, loss: Tensor, num_steps: int) -> float:
-        """The sum over the workers, the mean over the steps."""
+        """The loss summed over the workers and averaged over the steps."""
         return float(self._comm.all_reduce(loss)) / num_steps
 
     def scalars(self, loss: float) -> dict[str, float]:
-        """The stage, counted from 1.
+        """The number of the stage, from 1, for the log; also checks and records the cost.
 
         Raises:
-            UsageError: if the cost has grown as it never ought to.
+            UsageError: if the cost has grown too much, or is NaN.
         """
         done, stage = (self.step - 1) % self._steps, (self.step - 1) // self._steps + 1
         if done == 0:
             self._first_cost = loss
-        if not loss <= _MOST_GROWTH * self._first_cost:  # nan neither
+        if not loss <= _MOST_GROWTH * self._first_cost:  # also true of NaN
             raise UsageError(
                 f"`lr` (={self._training_options['lr']}) is too high: the cost of stage {stage}"
                 f" is {loss:.4g} at step {self.step}. Start anew with a lower one."
@@ -120,15 +120,15 @@ class GreedyTraining:
         return {"stage": stage}
 
     def flush(self) -> bool:
-        """There is nothing left to do."""
+        """Does nothing, as no update is pending."""
         return False
 
     def evaluate(self) -> dict[str, float]:
-        """The neurons are tested when all stages are done."""
+        """No metrics: the neurons are tested after all stages."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The filters of the stages that are done, and the training of the one under way."""
+        """The filters of the finished stages, and the state of the present stage's training."""
         is_between = self.step % self._steps == 0
         training = None if is_between or self._training is None else self._training.state()
         return {
@@ -140,10 +140,10 @@ class GreedyTraining:
         }
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This worker's parts of what `state_dict` gave.
+        """This worker's parts of what `state_dict` returned.
 
         Raises:
-            CheckpointError: if it is of a training with other options.
+            CheckpointError: if it is from a training with other options.
         """
         allstep.train.check_same(state["options"], self._options)
         stages, training = self._stages, state["training"]
@@ -155,7 +155,7 @@ class GreedyTraining:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `local_state` gave."""
+        """Continues from what `local_state` returned."""
         self.step = state["step"]
         for stage, filters in zip(self._stages, state["below"], strict=False):
             stage.filtering.weight.copy_(filters)

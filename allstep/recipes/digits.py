@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits and a small convolutional net: seconds, not minutes."""
+"""scikit-learn's 1,797 handwritten digits and a small convolutional net; trains in seconds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Recipe):
-    """Reads 8 x 8 digits: 1,437 to train on, 360 to test on."""
+    """Trains on 1,437 pictures of 8 x 8 digits, and tests on 360."""
 
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "scikit-learn's 8 x 8 digits, a small conv net; seconds"
     warmup_share: ClassVar[float] = 0.1
 
-    # Chosen among 15 to 40 epochs, batches of 48 to 192 and rates of 0.03 to 0.2; six
-    # micro-batches a step so that 1, 2, 3 and 6 workers all have equal work.
+    # Chosen among 15 to 40 epochs, batches of 48 to 192 and rates of 0.03 to 0.2; with six
+    # micro-batches per step, 1, 2, 3 and 6 workers all have equal work.
     epochs: int = 30
     global_batch: int = 96
     micro_batch: int = 16
@@ -52,9 +52,9 @@ def digits_net(width: int = 32, dropout: float = 0.3) -> ConvNet:
 
 
 def digits_file() -> Path:
-    """scikit-learn's file of digits: 64 values and a label in each line.
+    """The path of scikit-learn's file of digits, with 64 values and a label in each line.
 
-    It is read by itself: scikit-learn's import takes a worker longer than several epochs.
+    The file is read without importing scikit-learn, which would take longer than several epochs.
 
     Raises:
         UsageError: if scikit-learn is not installed.
@@ -64,10 +64,10 @@ def digits_file() -> Path:
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """The training and the test digits, always split the same way, equally many of each class.
+    """The training and test sets, always split the same way, with equally many tests per class.
 
     Returns:
-        Two sets of (uint8 [1, 8, 8] with values 0 to 16, int64 label): 1,437 and 360 samples.
+        Sets of 1,437 and 360 samples (uint8 [1, 8, 8] with values 0 to 16, int64 label).
     """
     rows = torch.from_numpy(np.loadtxt(digits_file(), dtype=np.int64, delimiter=","))
     images, labels = rows[:, :-1].to(torch.uint8).view(-1, 1, 8, 8), rows[:, -1]

@@ -1,4 +1,4 @@
-"""Fashion-MNIST, 70,000 pictures of clothes, and a small convolutional net: a few minutes."""
+"""Fashion-MNIST, 70,000 pictures of clothes, and a small convolutional net; takes minutes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ _SUFFIXES = ("", ".gz")
 
 @dataclass(frozen=True, kw_only=True)
 class Fashion(Recipe):
-    """Reads the four IDX files of Fashion-MNIST: 60,000 to train on, 10,000 to test on."""
+    """Reads the four IDX files of Fashion-MNIST: 60,000 pictures to train on, 10,000 to test on."""
 
     name: ClassVar[str] = "fashion"
     summary: ClassVar[str] = "Fashion-MNIST, 28 x 28 pictures of clothes, a small conv net; minutes"
@@ -29,7 +29,7 @@ class Fashion(Recipe):
     compression: str = "exact"
 
     folder: Path = Path("/usr/share/datasets/fashion-mnist")
-    """Folder of the four IDX files, as Debian's package dataset-fashion-mnist installs them."""
+    """Folder with the four IDX files, by default that of Debian's package dataset-fashion-mnist."""
 
     width: int = 32
     """Channels of the first convolution; the next ones have twice and four times as many."""
@@ -38,9 +38,9 @@ class Fashion(Recipe):
     """Share of the features dropped before the classifier."""
 
     parameter_server: asynchronous.Server | None = None
-    """Asynchronous SGD, to compare with: workers push gradients of their own samples, which are
-    applied as they come; staleness_aware divides the rate by their staleness; in_turn lets none be
-    late. By default workers are synchronous."""
+    """Asynchronous SGD as a baseline: workers push gradients of their own samples, which are
+    applied as they arrive; staleness_aware divides the rate by their staleness; with in_turn none
+    is stale. By default workers are synchronous."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,14 +54,14 @@ class Fashion(Recipe):
         return f"has a parameter server (`parameter_server` = {self.parameter_server})"
 
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
-        """Trains by a parameter server, from the first step: there are no checkpoints."""
+        """Trains with a parameter server, always from the start, as there are no checkpoints."""
         if self.parameter_server is None:
             return super().run(comm, run_dir, resume=resume)
         asynchronous.train(self, self.parameter_server, comm, run_dir)
         return 0
 
     def check(self) -> None:
-        """Looks for the four files."""
+        """Checks for the four files."""
         for part in ("train", "t10k"):
             for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"):
                 self._file(f"{part}-{kind}")

@@ -1,4 +1,4 @@
-"""A pre-trained BERT fine-tuned to tell which class a text is of."""
+"""Fine-tunes a pre-trained BERT to classify texts."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ _LEAST_SEQUENCE = 3
 class FineTune(Recipe):
     """Reads `folder/**/*.txt`, each file a class, each line a sample, and fine-tunes a BERT on it.
 
-    All weights of the encoder are trained, and a linear layer on what it makes of [CLS]. The rate
-    is for a BERT of size `tiny`; `base` was published with 2e-5 to 5e-5.
+    It trains all weights of the encoder, and a linear layer on its output for [CLS]. The learning
+    rate is for a BERT of size `tiny`; `base` was published with 2e-5 to 5e-5.
 
     Source: Devlin et al., 2018, arXiv:1810.04805, section 4.1.
     """
@@ -42,26 +42,26 @@ class FineTune(Recipe):
     global_batch: int = 32
     micro_batch: int = 16
     optimizer: allstep.optim.OptimizerName = "adamw"
-    lr: float = 2e-3  # of 5e-4 and 2e-3, for `tiny`
+    lr: float = 2e-3  # the better of 5e-4 and 2e-3, for `tiny`
     lr_schedule: allstep.optim.ScheduleName = "linear"
     weight_decay: float = 0.01
     clip_norm: float | None = 1.0
 
     folder: Path = Path("classes")
-    """Folder with a .txt file in UTF-8 for each class, one sample a line."""
+    """Folder with a .txt file in UTF-8 for each class, with one sample per line."""
 
     pretrained: Path = Path("runs/bert")
     """A run of the recipe `bert`, or a folder with config.json, model.safetensors and vocab.txt, as
     `save_bert` and transformers write them, with tokens in lower case."""
 
     random_weights: bool = False
-    """Take only size and tokens from `pretrained`, as a control."""
+    """Use only the size and the tokens of `pretrained`, with random weights, as a control."""
 
     held_out: float = 0.1
-    """Share of the different texts that is held out for testing, the same with any seed."""
+    """Share of the distinct texts that is held out for testing, the same with any seed."""
 
     sequence_length: int = 64
-    """The most tokens of a sample, two of which frame the text; the rest is cut off."""
+    """Largest number of tokens of a sample, including [CLS] and [SEP]; longer texts are cut."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,7 @@ class FineTune(Recipe):
         allstep.errors.check_share("held_out", self.held_out, "(0, 1)", "0.1 is usual")
 
     def check(self) -> None:
-        """Looks for tokenizers, the classes and the model."""
+        """Checks for the package tokenizers, the classes and the model."""
         self.need_package("tokenizers", "tokenizers")
         allstep.data.text_folder.find_texts(self.folder)
         check_pretrained(self.pretrained)
@@ -109,10 +109,10 @@ class FineTune(Recipe):
 
 @dataclass(frozen=True)
 class SequenceClassification:
-    """Cross-entropy and accuracy of a model on tokens, beside a constant answer.
+    """Cross-entropy and accuracy of a model on tokens, and the accuracy of a constant answer.
 
     Args:
-        majority: the most frequent class of the training set.
+        majority: most frequent class of the training set, the constant answer.
     """
 
     majority: int

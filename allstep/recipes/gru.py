@@ -1,4 +1,4 @@
-"""The recurrent benchmark net of Baidu's talk, on the characters of a folder of text files."""
+"""The recurrent net of a talk by Baidu, on the characters of a folder of text files."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,8 +18,8 @@ _NUM_CHARACTERS = 256  # the bytes of UTF-8; 0, which no text has, ends each tex
 class Gru(TextRecipe):
     """Reads `folder/**/*.txt` and learns to predict each character (a byte) from those before it.
 
-    With `width=3000` and `micro_batch=16` it is the net that the talk counts: 5 layers, 3,000
-    wide, 100 steps, 16 samples a worker. The texts are kept in memory; the end of each is held out.
+    With `width=3000` and `micro_batch=16` it is the benchmark of the talk: 5 layers of 3,000 units,
+    100 steps, 16 samples per worker. The texts are kept in memory; the end of each is held out.
 
     Source: "Effectively scaling deep learning frameworks (to 40 GPUs and beyond)", Baidu SVAIL,
     2017.
@@ -38,13 +38,13 @@ class Gru(TextRecipe):
     clip_norm: float | None = 1.0
 
     layers: int = 5
-    """GRU layers, one above the other."""
+    """Number of stacked GRU layers."""
 
     width: int = 256
     """Units of each layer; the talk has 3,000."""
 
     sequence_length: int = 100
-    """Characters of a sample: time steps of the net."""
+    """Characters of a sample, which are the net's time steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class Gru(TextRecipe):
 
     @property
     def num_weights(self) -> int:
-        """Those of the GRU's matrices, as the talk counts: layers x (2 width) x (3 width).
+        """Number of weights of the GRU's matrices, as in the talk: layers x (2 width) x (3 width).
 
         >>> Gru(width=3000).num_weights
         270000000
@@ -62,7 +62,7 @@ class Gru(TextRecipe):
 
     @property
     def forward_flops(self) -> int:
-        """Operations of a micro-batch's products with them; a step makes three times as many.
+        """Operations of a micro-batch's forward pass with these; a step takes three times as many.
 
         2 x weights x sequence_length x micro_batch
 
@@ -72,7 +72,7 @@ class Gru(TextRecipe):
         return 2 * self.num_weights * self.sequence_length * self.micro_batch
 
     def describe(self) -> str:
-        """The net's size, as the talk gives it."""
+        """The net's size, as stated in the talk."""
         return (
             f"{self.layers} layers x {self.width:,} units x {self.sequence_length} steps, batch"
             f" {self.micro_batch}: {self.num_weights / 1e6:,.1f} M weights of the GRU"
@@ -96,17 +96,17 @@ class Gru(TextRecipe):
 
 
 def _characters(texts: list[str]) -> Tensor:
-    """The texts' bytes, uint8; each text's end is a 0."""
+    """The texts' bytes, uint8, with a 0 after each text."""
     data = "".join(f"{text}\0" for text in texts).encode()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class CharacterGru(nn.Module):
-    """An embedding, GRU layers of the same width, and a score for each next character.
+    """An embedding, GRU layers of the same width, and a linear layer for the next character.
 
     Args:
         width: units of each layer.
-        layers: how many.
+        layers: number of GRU layers.
     """
 
     def __init__(self, width: int, layers: int) -> None:
@@ -117,9 +117,10 @@ class CharacterGru(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Larger weights than torch's, of which five layers let next to nothing through.
+        """Sets larger weights than torch's defaults, with which the signal fades in five layers.
 
-        With those the loss stays at the characters' frequencies for hundreds of steps.
+        With the defaults the loss stays at that of the characters' frequencies for hundreds of
+        steps.
         """
         for name, weight in self.gru.named_parameters():
             for gate in weight.chunk(3) if weight.ndim == 2 else ():
@@ -129,7 +130,7 @@ class CharacterGru(nn.Module):
                     nn.init.xavier_normal_(gate, gain=1.4)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """int64 [batch, step] -> logits [batch, step, character]."""
+        """Characters int64 [batch, steps] -> logits [batch, steps, characters]."""
         hidden, _ = self.gru(self.embedding(characters))
         logits: Tensor = self.scores(hidden)
         return logits

@@ -1,4 +1,4 @@
-"""Any folder of pictures with a sub-folder for each class, and a ResNet."""
+"""Trains a ResNet on any folder of pictures with a sub-folder for each class."""
 
 import functools
 import os
@@ -27,8 +27,8 @@ _PARTS = frozenset({"train", "training", "val", "valid", "validation", "dev", "t
 class Images(Recipe):
     """Reads `folder/train/CLASS/*.jpg` and `folder/val/CLASS/*.jpg`, or `folder/CLASS/*.jpg`.
 
-    In place of folders of classes there may be tar shards, `KEY.jpg` beside `KEY.cls` in them, or
-    Parquet files.
+    Instead of folders of classes there may be tar shards, with `KEY.jpg` and `KEY.cls` for each
+    sample, or Parquet files.
 
     The defaults are the 90-epoch recipe for ImageNet at batch 256.
     Source: Goyal et al., 2017, arXiv:1706.02677, section 5.1.
@@ -45,26 +45,26 @@ class Images(Recipe):
     loader_workers: int = 2
 
     folder: Path = Path("images")
-    """Folder with train/ and val/, or with the classes or shards; then part is held out."""
+    """Folder with train/ and val/; or with the classes or shards, of which a part is held out."""
 
     val_fraction: float = 0.1
-    """Share of the pictures held out for testing where there is no val/; by their names, of shards
-    by their numbers."""
+    """Share of the pictures held out for testing if there is no val/; they are chosen by their
+    names, or in shards by their row numbers."""
 
     image_size: int = 224
-    """Height and width that the model sees, in pixels."""
+    """Height and width of the model's input in pixels."""
 
     depth: Depth = 50
-    """Layers of the ResNet."""
+    """Number of layers of the ResNet."""
 
     stem: Literal["large", "small"] = "large"
-    """The first layers: the paper's, or one 3x3 convolution for 64 pixels and less."""
+    """First layers: large as in the paper, or small, a 3x3 convolution for 64 pixels and less."""
 
     label_smoothing: float = 0.0
     """Share of the target spread over all classes."""
 
     on_bad_image: Literal["stop", "skip"] = "stop"
-    """What an unreadable picture does: end the run naming it, or be left out with a warning."""
+    """What to do about an unreadable picture: stop with an error, or skip it with a warning."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class Images(Recipe):
         allstep.errors.check_share("label_smoothing", self.label_smoothing, "[0, 1)")
 
     def check(self) -> None:
-        """Looks for Pillow, and for folders with the same classes, or shards."""
+        """Checks for Pillow, and for folders with the same classes, or shards."""
         self.need_package("PIL", "pillow")
         folders = self._folders
         has_shards = [bool(self._shards(folder)) for folder in folders]
@@ -116,7 +116,7 @@ class Images(Recipe):
 
     @property
     def _folders(self) -> list[Path]:
-        """That to train on and that to test on; one if a part is to be held out."""
+        """The folders to train on and to test on; only one if a part of it is to be held out."""
         train, val = self.folder / "train", self.folder / "val"
         return [train, val] if train.is_dir() and val.is_dir() else [self.folder]
 
@@ -139,7 +139,7 @@ class Images(Recipe):
         return self._split([shards(self._shards(folder)) for folder in self._folders])
 
     def _split(self, found: Sequence[_Images]) -> Sequence[_Images]:
-        """Those to train on and those to test on; a part of them where there is no val/."""
+        """The pictures to train on and to test on; without val/, these are a part of the former."""
         self._check_same(*(images.classes for images in found))
         if len(found) == 2:
             return found
@@ -156,7 +156,7 @@ class Images(Recipe):
         return [images.select(train), images.select(test)]
 
     def _check_no_parts(self, classes: Sequence[str]) -> None:
-        """Refuses train/ and test/, say, for classes: a model would learn to tell these apart."""
+        """Checks that the classes aren't names like train/ and test/, which are parts of a set."""
         if _PARTS.issuperset(classes):
             largest = next((name for name in classes if name.startswith("train")), classes[0])
             raise UsageError(
@@ -166,7 +166,7 @@ class Images(Recipe):
             )
 
     def _check_same(self, classes: Sequence[str], others: Sequence[str] | None = None) -> None:
-        """Refuses a val/ with other classes than train/ has."""
+        """Checks that val/ has the same classes as train/."""
         if others is not None and list(classes) != list(others):
             differing = sorted(map(str, set(classes) ^ set(others)))
             raise UsageError(
@@ -177,7 +177,7 @@ class Images(Recipe):
 
 @dataclass(frozen=True)
 class _Readable(Classifier):
-    """A classifier that leaves out pictures which could not be read."""
+    """A classifier that ignores pictures that could not be read."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Cross-entropy, where an unreadable picture counts as a sample without loss."""
@@ -192,7 +192,7 @@ class _Readable(Classifier):
         return losses / len(labels)
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
-        """As the classifier's, of the readable pictures, and how many were not."""
+        """The classifier's metrics for the readable pictures, and the share of unreadable ones."""
         images, labels = batch
         is_readable = labels != allstep.data.image_folder.UNREADABLE
         found = dict(super().metrics(model, (images[is_readable], labels[is_readable])))
@@ -201,6 +201,6 @@ class _Readable(Classifier):
 
 
 def _score(name: str) -> float:
-    """A number in [0, 1) that belongs to a name, whatever else is in the folder."""
+    """A number in [0, 1) that depends only on the name, not on other files in the folder."""
     digest = blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

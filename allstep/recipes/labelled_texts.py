@@ -1,4 +1,4 @@
-"""A folder with a file for each class, a text in each line, as a set of WordPiece tokens."""
+"""Reads a folder with a file per class and a text per line, as a data set of WordPiece tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ Sample = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Labelled:
-    """Texts, and which class each of them is of.
+    """Texts with their classes.
 
     Args:
-        texts: one a sample.
-        labels: as many, numbers of classes.
+        texts: the text of each sample.
+        labels: the class index of each sample.
     """
 
     texts: Sequence[str]
@@ -32,14 +32,14 @@ class Labelled:
 
 
 def read_classes(folder: Path) -> tuple[list[str], Labelled]:
-    """Reads `folder/**/*.txt`: each file is a class of its name, each of its lines a sample.
+    """Reads `folder/**/*.txt`: each file is a class named after it, each of its lines a sample.
 
     Returns:
         The classes' names, in the order of their files, and the samples.
 
     Raises:
         UsageError: if there are fewer than two files, or one has no text.
-        DataError: if a file can't be read or is not UTF-8.
+        DataError: if a file can't be read or isn't UTF-8.
     """
     reader = allstep.data.text_folder
     paths = reader.find_texts(folder)
@@ -60,11 +60,11 @@ def read_classes(folder: Path) -> tuple[list[str], Labelled]:
 
 
 def split_samples(samples: Labelled, held_out: float) -> tuple[Labelled, Labelled]:
-    """Samples to train on and those held out, always the same; equal texts stay together.
+    """Splits into training and held-out samples, always the same way; equal texts stay together.
 
     Args:
-        samples: all of them.
-        held_out: share of the different texts, 0 to 1.
+        samples: all samples.
+        held_out: share of the distinct texts that is held out, 0 to 1.
 
     >>> _, test = split_samples(Labelled(["a", "b", "b", "c"], [0, 0, 1, 1]), 0.34)
     >>> len(set(test.texts))
@@ -83,14 +83,14 @@ def split_samples(samples: Labelled, held_out: float) -> tuple[Labelled, Labelle
 
 
 class LabelledTokens(Dataset[Sample]):
-    """[CLS] text [SEP], of at most so many tokens, and the text's class.
+    """A data set of texts as tokens [CLS] text [SEP], with their classes.
+
+    Each sample is (tokens int64 [tokens], label int64 []); `collate_labelled` makes batches.
 
     Args:
-        vocabulary: tokens in the order of their numbers.
+        vocabulary: tokens in the order of their ids.
         samples: texts and classes.
-        sequence_length: the most tokens of a sample; longer ones lose their end.
-
-    Each sample is (int64 [token], int64 []); `collate_labelled` makes batches of them.
+        sequence_length: largest number of tokens of a sample; longer ones are cut at the end.
     """
 
     def __init__(self, vocabulary: Sequence[str], samples: Labelled, sequence_length: int) -> None:
@@ -113,7 +113,7 @@ class LabelledTokens(Dataset[Sample]):
 
 
 def collate_labelled(samples: Sequence[Sample]) -> Sample:
-    """int64 [batch, token] with padding up to the longest, and int64 [batch]."""
+    """Collates tokens, int64 [batch, tokens], padded to the longest sample, and labels [batch]."""
     tokens = [each for each, _ in samples]
     padded = pad_sequence(tokens, batch_first=True, padding_value=PADDING_TOKEN)
     return padded, torch.stack([label for _, label in samples])

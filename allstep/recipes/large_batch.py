@@ -1,4 +1,4 @@
-"""A published large-batch recipe applied to a recipe of this package."""
+"""Applies the settings of a published large-batch training to a recipe of this package."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -8,16 +8,16 @@ from allstep.recipes.base import Recipe
 
 
 def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.Rescaled]:
-    """Sets optimizer, rate, warm-up, decay and stages as a published training had them.
+    """Sets optimizer, rate, warm-up, decay and stages as in a published training.
 
-    Everything is rescaled to the recipe's own batch and epochs by the published one's rules.
+    They are rescaled to the recipe's own batch and epochs by the published training's rules.
 
     Args:
-        recipe: says what is trained, on which batch and for how long.
+        recipe: the recipe, with its batch and epochs.
         name: one of `allstep.optim.PUBLISHED`.
 
     Returns:
-        The recipe with plain fields set, and what was rescaled.
+        The recipe with these fields set, and a description of the rescaling.
 
     Raises:
         UsageError: if the name is unknown, or needs two stages that the recipe can't have.
@@ -36,7 +36,7 @@ def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.
 
 
 def describe_changes(rescaled: allstep.optim.Rescaled) -> list[str]:
-    """The message to the user: each setting before and after, the rule, the source."""
+    """The message to the user: each setting before and after, its rule and its source."""
     published = rescaled.published
     kept = [change for change in rescaled.changes if change.rule == "kept"]
     moved = [change for change in rescaled.changes if change.rule != "kept"]
@@ -57,7 +57,7 @@ def describe_changes(rescaled: allstep.optim.Rescaled) -> list[str]:
 
 
 def _sources(changes: Sequence[allstep.optim.Change]) -> list[str]:
-    """Each source once, with the settings that are from it unless they are most."""
+    """One line per source, with the settings from it; the most frequent source without them."""
     by_source: dict[str, list[str]] = {}
     for change in changes:
         by_source.setdefault(change.source, []).append(change.name)

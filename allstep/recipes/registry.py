@@ -1,4 +1,4 @@
-"""The recipes by name, and a recipe as plain data, as a run's folder holds it."""
+"""The recipes by name, and recipes as plain data, as stored in a run's folder."""
 
 from collections import UserDict
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from allstep.files import from_plain, read_json
 from allstep.recipes.base import DividedRecipe, Recipe
 
 RECIPE_FILE = "recipe.json"
-"""What holds the recipe in a run's folder."""
+"""Name of the file with the recipe in a run's folder."""
 
-_DAMAGED = (LookupError, TypeError, AttributeError, RecursionError)  # of what else is in its place
+_DAMAGED = (LookupError, TypeError, AttributeError, RecursionError)  # from JSON of another form
 
 AnyRecipe = Recipe | DividedRecipe
-"""What `allstep train` can run."""
+"""A recipe that `allstep train` can run."""
 
 
 class _Registry(UserDict[str, Any]):
-    """Recipes by name; a recipe's module is imported when it is asked for."""
+    """Recipes by name; the module of a recipe is imported on first access."""
 
     def __getitem__(self, name: str) -> type[AnyRecipe]:
         module, recipe = self.data[name]
@@ -50,7 +50,7 @@ def find_recipe(name: str) -> type[AnyRecipe]:
     """The recipe of this name.
 
     Raises:
-        UsageError: if there is none; with the nearest names.
+        UsageError: if there is none; the message suggests the nearest names.
     """
     if name not in REGISTRY:
         raise UsageError(
@@ -60,7 +60,7 @@ def find_recipe(name: str) -> type[AnyRecipe]:
 
 
 def recipe_to_plain(recipe: AnyRecipe) -> dict[str, Any]:
-    """Name and all fields of a recipe as plain data."""
+    """The name and all fields of a recipe as plain data."""
     values = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
     return {"recipe": recipe.name, "allstep": allstep.__version__, "fields": plain}
@@ -84,7 +84,7 @@ def recipe_from_plain(plain: dict[str, Any]) -> AnyRecipe:
 
 
 def read_recipe_file(path: Path) -> AnyRecipe:
-    """The recipe that a run has left in its `RECIPE_FILE`.
+    """Reads the recipe of a run from its `RECIPE_FILE`.
 
     Raises:
         FileNotFoundError: if there is no such file.

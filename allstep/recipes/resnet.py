@@ -1,4 +1,4 @@
-"""Residual networks of 18 to 152 layers, as their paper and its common refinement have them."""
+"""Residual networks of 18 to 152 layers, as in their paper with the usual refinements."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,12 +19,13 @@ _NUM_BLOCKS: dict[int, tuple[int, int, int, int]] = {
 def resnet(
     depth: Depth, num_classes: int = 1000, stem: Literal["large", "small"] = "large"
 ) -> "ResNet":
-    """A ResNet by its number of layers.
+    """Makes the ResNet with a number of layers.
 
     Args:
-        depth: 18 and 34 have blocks of two 3x3 convolutions, the deeper ones bottlenecks.
-        num_classes: outputs.
-        stem: "large" is the paper's (7x7, stride 2, max pooling); "small" one 3x3
+        depth: number of layers; with 18 and 34 the blocks are two 3x3 convolutions, else
+            bottlenecks.
+        num_classes: number of outputs.
+        stem: "large" as in the paper (7x7, stride 2, max pooling); "small" for one 3x3
             convolution, for images of 64 pixels and less.
 
     Example:
@@ -64,7 +65,7 @@ class ResNet(nn.Module):
         _initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[batch, 3, height, width] -> logits [batch, class]."""
+        """Pictures [batch, 3, height, width] -> logits [batch, classes]."""
         logits: Tensor = self.classifier(self.pool(self.blocks(self.stem(images))).flatten(1))
         return logits
 

@@ -1,4 +1,4 @@
-"""Any folder of text files and a small transformer that fills in or continues."""
+"""Trains a small transformer on any folder of text files, to fill in or to continue text."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,9 +29,9 @@ _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Text(TokenRecipe):
-    """Reads `folder/**/*.txt`, learns tokens from them and then to predict these.
+    """Reads `folder/**/*.txt`, learns tokens from the texts, and trains a transformer on them.
 
-    The texts are kept in memory as tokens. The end of each is held out.
+    The texts are kept in memory as tokens. The end of each text is held out.
     """
 
     name: ClassVar[str] = "text"
@@ -47,11 +47,11 @@ class Text(TokenRecipe):
     clip_norm: float | None = 1.0
 
     objective: Literal["masked", "causal"] = "causal"
-    """Predict 15 % hidden tokens from all others, or each token from those before it."""
+    """Predict masked tokens (15 %) from all others, or each token from those before it."""
 
     samples: Literal["pieces", "paragraphs"] = "pieces"
-    """Cut the running text in equal pieces; or take each paragraph (up to an empty line) for
-    itself, padded in its micro-batch, and average over the tokens of a global batch."""
+    """Cut the running text into equal pieces; or use each paragraph (up to an empty line) as a
+    sample, padded in its micro-batch, and average over the tokens of a global batch."""
 
     width: int = 128
     """Features of a token."""
@@ -60,47 +60,47 @@ class Text(TokenRecipe):
     """Blocks of the transformer."""
 
     heads: int = 4
-    """Heads of its attention; they share the width."""
+    """Attention heads; they divide `width`."""
 
     experts: int | None = None
-    """Feed-forward networks of each block, divided over the workers that share out the samples, of
-    which a token goes through `top_k`. None for a single one."""
+    """Feed-forward networks of each block, divided over the data-parallel workers; a token goes
+    through `top_k` of them. None for a single network."""
 
     expert_copies: int | None = None
-    """Copies of each expert, on as many of the workers that share out the samples; neighbours have
-    one copy of all, whose number divides `experts`. None for as few as do. A single worker has one
-    whatever this is."""
+    """Copies of each expert, on as many data-parallel workers; a copy of all experts is on
+    neighbouring workers, whose number divides `experts`. None for the fewest copies. A single
+    worker always has one."""
 
     top_k: int = 2
-    """Experts of a token, each with 1 / top_k of the hidden features that a single one has."""
+    """Experts per token, each with 1 / top_k of the hidden features of a single network."""
 
     capacity_factor: float | None = None
-    """An expert takes at most this many times an equal share of a micro-batch's tokens, whatever
-    the workers; the others are dropped from its sum, second choices first, also for tokens that
-    come later. None for no limit."""
+    """Largest number of a micro-batch's tokens that an expert accepts, relative to an equal share,
+    with any number of workers; the others are dropped from its sum, second choices first, then
+    later tokens. None for no limit."""
 
     balance_weight: float = 0.01
-    """Weight in the loss of what makes the router use all experts alike."""
+    """Weight of the balance loss, which makes the router use all experts equally."""
 
     tensor_parallel: int = 1
-    """Workers that share a copy of the model, with a part each of the heads, hidden features and
+    """Workers that share a copy of the model, each with a part of the heads, hidden features and
     vocabulary, and of each sequence's tokens between the halves of a block; these are padded to a
-    multiple. The others share out the samples. A single worker has all of it whatever this is."""
+    multiple. Copies are data-parallel. A single worker always has the whole model."""
 
     pipeline: int = 1
-    """Workers of a copy of the model that have some of its blocks each, one after the other, beside
-    `tensor_parallel`; divide `depth`. Above 1 the logits have a matrix of their own. A single
-    worker has all of it whatever this is."""
+    """Parts of a copy of the model with equally many blocks, one after the other on different
+    workers; each part is also divided by `tensor_parallel`. Divides `depth`. Above 1 the logits
+    aren't tied to the embeddings. A single worker always has the whole model."""
 
     shard: bool = False
-    """Shard parameters, gradients and the optimizer's state by torch's FSDP2, which gathers a
-    block's when it computes, over the workers that share out the samples: all, or beside
-    `tensor_parallel` and `pipeline` those with the same part. Experts stay on the worker that has
-    them. A single worker has all of them whatever this is."""
+    """Shard parameters, gradients and optimizer state by torch's FSDP2, which gathers a block's
+    parameters when it computes, over the data-parallel workers: all workers, or with
+    `tensor_parallel` and `pipeline` those with the same part. Experts stay on their worker. A
+    single worker always has the whole state."""
 
     replicate: int = 1
-    """Copies of the shards (HSDP): of the workers that share out the samples neighbours have one
-    each, as many in every copy. With as many copies as workers nothing is left to shard."""
+    """Copies of the shards (HSDP), each on as many neighbouring data-parallel workers. With as many
+    copies as workers nothing is sharded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,7 +163,7 @@ class Text(TokenRecipe):
         return replace(self, pipeline=pipeline, tensor_parallel=tensor)
 
     def _check_copies(self) -> None:
-        """Refuses what does not go with copies of the model on several workers."""
+        """Checks that the options allow copies of the model on several workers."""
         for name, divided, reason in (
             ("tensor_parallel", "heads", "divides it"),
             ("pipeline", "depth", "has its blocks on several workers"),
@@ -225,7 +225,7 @@ class Text(TokenRecipe):
                 )
 
     def check_workers(self, num_workers: int) -> None:
-        """Refuses experts or copies of the model that don't divide over the workers."""
+        """Checks that experts and copies of the model divide evenly among the workers."""
         if num_workers > 1 and num_workers % self.copy_size:
             nearest = allstep.errors.nearest_multiples(num_workers, self.copy_size)
             axes = [
@@ -250,7 +250,7 @@ class Text(TokenRecipe):
             self._check_division(self.experts, self.expert_copies, num_copies)
 
     def _check_division(self, num_experts: int, expert_copies: int, num_copies: int) -> None:
-        """Refuses experts that don't divide over the workers that share out the samples."""
+        """Checks that experts divide evenly among the data-parallel workers."""
         which = "workers" if self.copy_size == 1 else "copies of the model"
         if num_copies % expert_copies:
             raise UsageError(
@@ -267,7 +267,7 @@ class Text(TokenRecipe):
             )
 
     def _check_micro_batches(self, num_copies: int) -> None:
-        """Refuses fewer micro-batches a copy than the schedule keeps at work."""
+        """Checks that each copy has enough micro-batches for the pipeline's schedule."""
         num = -(-self.global_batch // self.micro_batch) // num_copies
         if num < self.pipeline:
             copies = f"each of {num_copies} copies" if num_copies > 1 else "the copy"
@@ -314,7 +314,7 @@ class Text(TokenRecipe):
         )
 
     def _mesh(self, comm: Communicator) -> allstep.comm.Mesh[Communicator]:
-        """Copies, and the axes along which each is divided."""
+        """The mesh of copies of the model, and of the axes along which each is divided."""
         axes = {"pipeline": self.pipeline, "tensor": self.tensor_parallel}
         axes = {name: length for name, length in axes.items() if length > 1}
         if comm.size == 1:
@@ -335,9 +335,9 @@ class Text(TokenRecipe):
         return model
 
     def _sharding_mesh(self, mesh: allstep.comm.Mesh[Communicator]) -> "DeviceMesh | None":
-        """The workers that share out the samples; copies x shards if there are several copies.
+        """The data-parallel workers; copies x shards if there are several copies of the shards.
 
-        None if there is nothing to shard. Collective.
+        It is None if there is nothing to shard. Collective.
         """
         num_shards = mesh["data"].size // self.replicate
         if not self.shard or num_shards <= 1:
@@ -349,7 +349,7 @@ class Text(TokenRecipe):
         return axes.device_mesh()["replicate", "shard"]
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
-        """A stage for each block, so that any number of workers draws the same."""
+        """A pipeline with a stage per block; so initial weights don't depend on the workers."""
         from allstep.recipes.transformer_parallel import divide_stage, shard_blocks
 
         mesh, is_divided = self._mesh(comm), comm.size > 1 and self.tensor_parallel > 1
@@ -384,7 +384,7 @@ class Text(TokenRecipe):
         )
 
     def _tokens(self, comm: Communicator) -> tuple[str, Tensor, Tensor]:
-        """Rank 0's tokenizer, the tokens to train on and those held out."""
+        """Rank 0's tokenizer, the training tokens and the held-out tokens."""
         reader = allstep.data.text_folder
         train_texts, test_texts = self.read_texts()
         if self.samples == "paragraphs":
@@ -410,16 +410,16 @@ class Text(TokenRecipe):
 
 @dataclass(frozen=True)
 class LanguageModelling:
-    """Cross-entropy of predicted tokens, and that of a guess which sees no others.
+    """The cross-entropy of predicted tokens, and that of a guess by frequency.
 
     A micro-batch is (inputs, targets) or (inputs, targets, positions). Targets that are `PADDING`
-    of `data.text_folder` don't count.
+    of `data.text_folder` are ignored.
 
     Args:
         unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].
         is_padded: whether some targets are padding.
-        balance_weight: of a mixture's balance loss beside the mean cross-entropy.
-        num_choices: of experts for a token, in all blocks together.
+        balance_weight: weight of a mixture's balance loss relative to the mean cross-entropy.
+        num_choices: number of experts chosen per token, in all blocks together.
     """
 
     unigram_log_probs: Tensor
@@ -428,19 +428,20 @@ class LanguageModelling:
     num_choices: int = 0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-        """Sum of the targets' cross-entropies, nats, and their number.
+        """The sum of the targets' cross-entropies in nats, and the number of targets.
 
-        A balance loss is added for each target, so that a micro-batch's counts by its targets.
+        The balance loss is multiplied by the number of targets, so that micro-batches are weighted
+        by their targets.
         """
         return self.loss_of(model(*self.inputs(batch)), batch), self.weight_of(batch)
 
     def inputs(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What the model takes."""
+        """The model's arguments for a micro-batch."""
         tokens, _, *positions = batch
         return (tokens, *positions)
 
     def loss_of(self, output: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        """The sum, of what the model returned."""
+        """The summed loss, from the model's output."""
         logits, *use = _parts(output)
         total = summed_cross_entropy(logits.flatten(0, 1), batch[1].flatten())
         for balance_loss in use[:1]:
@@ -448,15 +449,16 @@ class LanguageModelling:
         return total
 
     def weight_of(self, batch: tuple[Tensor, ...]) -> float:
-        """How many targets count."""
+        """The number of targets that aren't padding."""
         if self.is_padded:
             return float((batch[1] != allstep.data.text_folder.PADDING).sum())
         return float(batch[1].numel())
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
-        """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`.
+        """Sums and counts of `loss` and `unigram` (nats per target), and of `accuracy`.
 
-        With experts also of `balance`, a token, and `dropped`, the share of choices without room.
+        With experts also of `balance`, the balance loss per token, and `dropped`, the share of
+        choices that exceeded an expert's capacity.
         """
         inputs, targets, *_ = batch
         logits, *use = _parts(model(*self.inputs(batch)))
@@ -470,7 +472,7 @@ class LanguageModelling:
         }
         if use:
             num_tokens = inputs.numel()
-            balance_loss, *dropped = use  # whose number comes through a pipeline
+            balance_loss, *dropped = use  # only a pipeline returns the number of dropped choices
             layers = (m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts))
             num_dropped = dropped[0] if dropped else sum(layer.num_dropped for layer in layers)
             found["balance"] = (balance_loss * num_tokens, num_tokens)
@@ -479,11 +481,11 @@ class LanguageModelling:
 
 
 def _parts(output: Any) -> tuple[Tensor, ...]:
-    """The logits, and if the model has experts a balance loss and what else is said of them."""
+    """The logits; if the model has experts also the balance loss, and maybe dropped choices."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def log_frequencies(tokens: Tensor, vocab_size: int) -> Tensor:
-    """log((count + 1) / (number of tokens + vocab_size)) of each token: none is impossible."""
+    """log((count + 1) / (number of tokens + vocab_size)) of each token, so that all are finite."""
     counts = torch.bincount(tokens, minlength=vocab_size).double() + 1
     return (counts / counts.sum()).log()

@@ -1,4 +1,4 @@
-"""What recipes on the tokens of a folder of text files share: their texts and a second stage."""
+"""The base classes of recipes on a folder of text files: texts, and a second stage."""
 
 from abc import ABC
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from allstep.recipes.base import Recipe
 
 
 def vocabulary_kept(tokens: Sequence[str]) -> dict[str, str]:
-    """What a run on these tokens, in the order of their numbers, keeps of them; see `Task.kept`.
+    """A hash of the tokens, in the order of their ids, to keep with a run; see `Task.kept`.
 
     >>> vocabulary_kept(["a", "b"]) == vocabulary_kept(["b", "a"])
     False
@@ -25,16 +25,16 @@ def vocabulary_kept(tokens: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecipe(Recipe, ABC):
-    """Reads `folder/**/*.txt`, of which the end of each is held out."""
+    """Reads `folder/**/*.txt`, and holds out the end of each text."""
 
     folder: Path = Path("texts")
-    """Folder with .txt files in UTF-8, in sub-folders or not."""
+    """Folder with .txt files in UTF-8, which may be in sub-folders."""
 
     held_out: float = 0.1
-    """Share of each text, at its end, that is held out for testing."""
+    """Share of each text that is held out for testing, at its end."""
 
     sequence_length: int = 64
-    """Tokens of a sample, or the most of them."""
+    """Tokens of a sample, or their largest number if it varies."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,25 +42,25 @@ class TextRecipe(Recipe, ABC):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest samples, of all stages."""
+        """Tokens of the longest sample in any stage."""
         return self.sequence_length
 
     def check(self) -> None:
-        """Looks for the folder and enough text in it."""
+        """Checks for the folder and enough text in it."""
         paths = allstep.data.text_folder.find_texts(self.folder)
         num_bytes = sum(path.stat().st_size for path in paths)
         # A token is a byte or more, so this much is certain before any file is read.
         self.check_enough(round(self.held_out * num_bytes), "bytes", "held out")
 
     def read_texts(self) -> tuple[list[str], list[str]]:
-        """The texts' beginnings, to train on, and their ends, held out."""
+        """The beginnings of the texts, to train on, and their held-out ends."""
         reader = allstep.data.text_folder
         texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
         parts = [reader.split_text(text, self.held_out) for text in texts]
         return [train for train, _ in parts], [test for _, test in parts]
 
     def check_enough(self, count: int, unit: str, part: str) -> None:
-        """Raises UsageError if there is less than a sequence."""
+        """Raises UsageError if `count` is too small for one sequence and the next token."""
         if count <= self.longest_sequence:
             is_longer = self.longest_sequence > self.sequence_length
             name = "second_sequence_length" if is_longer else "sequence_length"
@@ -73,13 +73,13 @@ class TextRecipe(Recipe, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecipe(TextRecipe, ABC):
-    """Reads `folder/**/*.txt` and learns from sequences of tokens, longer ones at the end.
+    """Reads `folder/**/*.txt` and trains on sequences of tokens, maybe longer ones at the end.
 
-    The texts are kept in memory as tokens. The end of each is held out.
+    The texts are kept in memory as tokens. The end of each text is held out.
     """
 
     second_batch_share: ClassVar[float] = 1.0
-    """Of `global_batch`, where `second_global_batch` is left out."""
+    """The default of `second_global_batch` as a share of `global_batch`."""
 
     vocab_size: int = 2048
     """Number of different tokens, learned from the training texts."""
@@ -97,14 +97,14 @@ class TokenRecipe(TextRecipe, ABC):
     """Samples of one optimizer step in the second stage; by default as in the first."""
 
     second_lr_share: float = 1.0
-    """Peak learning rate of the second stage, as a share of `lr`; it begins again from 0."""
+    """Peak learning rate of the second stage, as a share of `lr`; it starts again from 0."""
 
     second_warmup_epochs: float = 0.0
     """Epochs in which the second stage's rate grows linearly to its peak."""
 
     def __post_init__(self) -> None:
         if self.second_sequence_length is not None:
-            self._check_second_stage()  # by the names of the flags
+            self._check_second_stage()  # first, as its messages name the flags
         super().__post_init__()
         allstep.errors.check_integer("sequence_length", self.sequence_length, 2, "it counts tokens")
         allstep.errors.check_share("dropout", self.dropout, "[0, 1)")
@@ -136,7 +136,7 @@ class TokenRecipe(TextRecipe, ABC):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest samples, of all stages."""
+        """Tokens of the longest sample in any stage."""
         return self.second_sequence_length or self.sequence_length
 
     @property
@@ -148,12 +148,12 @@ class TokenRecipe(TextRecipe, ABC):
 
     @property
     def second_micro_batch(self) -> int:
-        """Samples that go through the model at once in the second stage: as many tokens."""
+        """Samples of a micro-batch in the second stage, with as many tokens as in the first."""
         return max(1, self.micro_batch * self.sequence_length // self.longest_sequence)
 
     @property
     def second_stage(self) -> allstep.optim.SecondStage | None:
-        """How the rate goes in the second stage, if there is one."""
+        """The schedule of the second stage; None if there is none."""
         if self.second_sequence_length is None:
             return None
         return allstep.optim.SecondStage(
@@ -176,14 +176,18 @@ class TokenRecipe(TextRecipe, ABC):
         )
 
     def check(self) -> None:
-        """Looks for tokenizers, the folder and enough text in it."""
+        """Checks for the package tokenizers, the folder and enough text in it."""
         self.need_package("tokenizers", "tokenizers")
         super().check()
 
     def later_stages(
         self, make_sets: Callable[[int], tuple[Dataset[Any], Dataset[Any]]]
     ) -> list[allstep.Stage]:
-        """The second stage, if there is one, on sets with samples of so many tokens."""
+        """The second stage, if there is one.
+
+        Args:
+            make_sets: tokens of a sample -> training set and test set.
+        """
         if self.second_sequence_length is None:
             return []
         train_set, test_set = make_sets(self.second_sequence_length)

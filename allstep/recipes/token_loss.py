@@ -1,4 +1,4 @@
-"""Cross-entropy and predictions of logits that are whole or sharded by tokens of the vocabulary."""
+"""Cross-entropy and predictions from logits that may be sharded along the vocabulary."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ _NOT_COUNTED = -100
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the targets' cross-entropies, nats; those that are -100 don't count.
+    """The sum of the targets' cross-entropies in nats; targets of -100 are ignored.
 
     Args:
-        logits: [targets, vocab_size]; a DTensor is sharded along the vocabulary in equal parts.
-        targets: int64 [targets].
+        logits: logits [targets, vocab_size]; if a DTensor, sharded evenly along the vocabulary.
+        targets: tokens, int64 [targets].
     """
     if type(logits) is Tensor:
         return F.cross_entropy(logits, targets, reduction="sum")
@@ -27,7 +27,7 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """The token with the largest logit, int64 [targets]. Collective if they are sharded."""
+    """The tokens with the largest logits, int64 [targets]. Collective if logits are sharded."""
     found: Any = logits.argmax(1)
     return found if type(found) is Tensor else found.full_tensor()
 
@@ -35,8 +35,8 @@ def most_likely(logits: Tensor) -> Tensor:
 class _ShardedCrossEntropy(torch.autograd.Function):
     """loss = sum over targets of log(sum over tokens v of exp(x_v)) - x_target
 
-    Of a worker's part of the logits' size there is one tensor beside them, which becomes their
-    gradient, where torch's `loss_parallel` has four. Workers exchange three numbers of a target.
+    It allocates one tensor of the size of a worker's part of the logits, which becomes their
+    gradient; torch's `loss_parallel` allocates four. Workers exchange three numbers per target.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A small transformer that predicts tokens, from all others or from those before."""
+"""A small transformer that predicts tokens from all others, or from those before."""
 
 import math
 from collections.abc import Iterator
@@ -15,14 +15,15 @@ from allstep import Communicator
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The mixture in each block; see `allstep.nn.MixtureOfExperts`.
+    """Settings of the mixture of experts in each block; see `allstep.nn.MixtureOfExperts`.
 
     Args:
-        comm: the workers that they are divided over.
-        num: of a block, in a copy of all.
-        top_k: experts of a token.
-        capacity_factor: says how many tokens of a micro-batch an expert takes; None for all.
-        copies: of each, on as many workers.
+        comm: the workers among which the experts are divided.
+        num: number of experts of a block, copies not counted.
+        top_k: experts per token.
+        capacity_factor: most tokens that an expert accepts, relative to an equal share; None for no
+            limit.
+        copies: copies of each expert, on as many workers.
     """
 
     comm: Communicator
@@ -34,16 +35,16 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """What a transformer and each of its stages are made of.
+    """The size and settings of a transformer.
 
     Args:
         vocab_size: number of different tokens.
-        sequence_length: the most tokens of a sequence.
+        sequence_length: largest number of tokens of a sequence.
         width: features of a token.
         depth: number of blocks.
-        heads: of the attention; divide the width.
+        heads: number of attention heads; divides `width`.
         dropout: probability of dropping a feature after the embedding and each half of a block.
-        causal: let a token see itself and those before it only.
+        causal: whether tokens attend only to themselves and to those before.
     """
 
     vocab_size: int
@@ -56,19 +57,19 @@ class TransformerConfig:
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks on learned positions; the logits use the tokens' own embeddings.
+    """A transformer with pre-norm blocks, learned positions, and logits tied to the embeddings.
 
         x = embedding[token] + position_embedding
         x = x + attention(norm(x)); x = x + mlp(norm(x))    (depth times)
         logits = norm(x) @ embedding.T
 
-    With `experts` each mlp is a mixture of them, each of 1 / top_k of its hidden features, so that
-    a token takes as many operations; a call then returns the mean of the blocks' balance losses,
-    too.
+    With `experts` each MLP is a mixture of experts, each with 1 / top_k of its hidden features, so
+    that a token takes as many operations; a call then also returns the mean of the blocks' balance
+    losses.
 
     Args:
-        config: its size.
-        experts: what the blocks' experts are, and on which workers; None for a single mlp.
+        config: size and settings.
+        experts: settings of the experts; None for a single MLP in each block.
 
     Source: Vaswani et al., 2017, arXiv:1706.03762; norm, GELU and initial weights as in
     Radford et al., 2019 (GPT-2).
@@ -82,7 +83,7 @@ class Transformer(nn.Module):
         mlps = [_make_mlp(config, experts) for _ in range(config.depth)]
         self.blocks = nn.Sequential(*(Block(config, mlp) for mlp in mlps))
         self.norm = nn.LayerNorm(config.width)
-        self.add, self.logits = _Add(), _TiedLogits()  # modules, so that a plan can lay inputs out
+        self.add, self.logits = _Add(), _TiedLogits()  # modules, so that a plan can shard inputs
         self._initialize(config.depth)
 
     def forward(
@@ -91,11 +92,11 @@ class Transformer(nn.Module):
         """Logits of every token, or only of those at some positions.
 
         Args:
-            tokens: int64 [batch, token].
-            positions: int64 [batch, predicted], or None for all.
+            tokens: int64 [batch, tokens].
+            positions: positions to predict, int64 [batch, predicted]; None for all.
 
         Returns:
-            [batch, predicted, vocab_size]; with experts and the balance loss, a scalar.
+            Logits [batch, predicted, vocab_size]; with experts also the balance loss, a scalar.
         """
         x = self.add(self.token_embedding(tokens), self.position_embedding[: tokens.shape[1]])
         x = self.dropout(x)
@@ -108,7 +109,7 @@ class Transformer(nn.Module):
         return (logits, torch.stack(balance_losses).mean()) if balance_losses else logits
 
     def _initialize(self, depth: int) -> None:
-        """Small normal weights; smaller where they add to the residual path."""
+        """Sets small normal weights; smaller ones in layers that add to the residual."""
         nn.init.normal_(self.position_embedding, std=0.02)
         for module in _outside_experts(self):
             initialize_small(module)
@@ -118,15 +119,17 @@ class Transformer(nn.Module):
 
 
 class TransformerStage(nn.Module):
-    """One block of the transformer for a pipeline, the first and the last with what is around.
+    """One block for a pipeline; the first one has the embeddings, the last one norm and logits.
 
-    The logits have a matrix of their own: tied to the embeddings it would lie on two workers.
+    The logits' matrix isn't tied to the embeddings, as these are on another worker.
+
+    With experts, stages also pass on two sums over the blocks so far: of their parts of the mean
+    balance loss, and of the dropped choices of experts.
 
     Args:
-        config: of the whole.
-        number: of the block.
-        experts: as for the whole. From stage to stage goes how they are used: the blocks' part of
-            the mean balance loss, and the number of choices that were dropped.
+        config: size and settings of the whole transformer.
+        number: index of the block.
+        experts: settings of the experts, as for `Transformer`.
     """
 
     def __init__(
@@ -145,12 +148,12 @@ class TransformerStage(nn.Module):
         self._depth = config.depth
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
-        """What the next stage takes; of the last one logits, and the use of experts in two scalars.
+        """The next stage's input; from the last stage logits, with experts also their two sums.
 
         Args:
-            x: int64 [batch, token] or features [batch, token, width].
-            others: what the stages before say of their experts, [2], if there are any; and int64
-                positions [batch, predicted], or none for the logits of all tokens.
+            x: tokens int64 [batch, tokens], or features [batch, tokens, width].
+            others: the two sums of the experts so far, [2], if there are any; and positions int64
+                [batch, predicted], or none for the logits of all tokens.
         """
         mlp = self.block.mlp
         if self.embedding is not None:
@@ -182,7 +185,7 @@ class _Embedding(nn.Module):
 
 
 def at_positions(x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Features of the tokens at positions, [batch, predicted, width]; of all if None."""
+    """Features of the tokens at `positions`, [batch, predicted, width]; of all tokens if None."""
     if positions is None:
         return x
     return x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
@@ -232,7 +235,7 @@ class _Attention(nn.Module):
         return y
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[batch, head, token, feature], of this worker's heads."""
+        """The features of this worker's heads, [batch, heads, tokens, features]."""
         batch, num_tokens, _ = x.shape
         return x.view(batch, num_tokens, -1, self._head_width).transpose(1, 2)
 
@@ -273,7 +276,7 @@ def _make_mlp(config: TransformerConfig, experts: Experts | None) -> nn.Module:
 
 
 def _outside_experts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all in it, but for what a mixture of experts draws itself."""
+    """The module and its submodules, except mixtures of experts, which initialise themselves."""
     if isinstance(module, allstep.nn.MixtureOfExperts):
         return
     yield module
@@ -282,7 +285,7 @@ def _outside_experts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def initialize_small(module: nn.Module) -> None:
-    """Small normal weights; no biases."""
+    """Sets the weights of a module to small normal numbers, and biases to zero."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -291,10 +294,10 @@ def initialize_small(module: nn.Module) -> None:
 
 def _initialize_block(block: Block, depth: int) -> None:
     _initialize_residual(block.attention.output, depth)
-    if isinstance(block.mlp, _MLP):  # experts are drawn where they are made
+    if isinstance(block.mlp, _MLP):  # experts are initialised when they are made
         _initialize_residual(block.mlp.output, depth)
 
 
 def _initialize_residual(layer: nn.Linear, depth: int) -> None:
-    """Where it adds to the residual path, which has two such layers a block."""
+    """Sets smaller weights in a layer that adds to the residual; each block has two of these."""
     nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))

@@ -1,4 +1,4 @@
-"""How the transformer is divided over workers; importing torch's part for that takes seconds."""
+"""Divides the transformer among workers; separate, as importing torch's part takes seconds."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,10 +19,10 @@ from allstep.recipes.transformer import Block, Transformer, TransformerStage
 
 
 def tensor_parallel_plan(model: Transformer) -> dict[str, ParallelStyle]:
-    """How torch's `parallelize_module` divides the heads, hidden features, tokens and vocabulary.
+    """A plan for torch's `parallelize_module`, for heads, hidden features, tokens and vocabulary.
 
-    Between the halves of blocks each worker has a part of each sequence's tokens: norms, dropout
-    and sums. Embeddings and logits are divided by tokens of the vocabulary, and the logits stay so.
+    Between the halves of blocks (norms, dropout and sums) each worker has a part of each sequence's
+    tokens. Embeddings and logits are sharded along the vocabulary, and the logits stay sharded.
     """
     tokens, whole, vocabulary = Shard(1), Replicate(), Shard(0)
     plan: dict[str, ParallelStyle] = {
@@ -50,21 +50,21 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, ParallelStyle]:
 
 
 def divide_stage(stage: TransformerStage, mesh: allstep.comm.Mesh[Communicator]) -> nn.Module:
-    """A stage with its block's heads and hidden features divided over `tensor`."""
+    """Divides heads and hidden features of a stage's block along `tensor`; returns the stage."""
     return allstep.nn.tensor_parallel(stage, mesh, _block_plan("block", stage.block, Replicate()))
 
 
 def _block_plan(name: str, block: nn.Module, between: Placement) -> dict[str, ParallelStyle]:
-    """Of a block's heads and hidden features.
+    """The plan for a block's heads and hidden features.
 
     Args:
-        name: the block's.
+        name: the block's name in the model.
         block: the block.
-        between: how features are laid out before and after each half.
+        between: placement of the features before and after each half.
     """
     attention = f"{name}.attention"
     plan: dict[str, ParallelStyle] = {
-        # Their gradients are added before they are summed over the workers, in one message.
+        # The gradients of query, key and value are added locally, then summed in one all-reduce.
         attention: PrepareModuleInput(
             input_layouts=(between,), desired_input_layouts=(Replicate(),)
         )
@@ -75,12 +75,12 @@ def _block_plan(name: str, block: nn.Module, between: Placement) -> dict[str, Pa
 
 
 def _mlp_plan(name: str, mlp: nn.Module, between: Placement) -> dict[str, ParallelStyle]:
-    """Of hidden features; a router sees whole tokens, so that workers of a copy choose the same.
+    """The plan for an MLP's hidden features; routers have all tokens, so all workers choose alike.
 
     Args:
-        name: the layer's.
+        name: the layer's name in the model.
         mlp: a single network, or this worker's experts.
-        between: how features are laid out before and after the layer.
+        between: placement of the features before and after the layer.
     """
     if not isinstance(mlp, allstep.nn.MixtureOfExperts):
         return {
@@ -102,13 +102,13 @@ def _mlp_plan(name: str, mlp: nn.Module, between: Placement) -> dict[str, Parall
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards each block for itself by FSDP2, so that one is whole at a time, and the rest together.
+    """Shards each block separately by FSDP2, so that only one is whole at a time; then the rest.
 
-    Experts that are divided over workers stay on those that have them.
+    Experts that are divided among workers are not sharded.
 
     Args:
         model: a transformer or a stage of one, on its device.
-        mesh: of the workers that share out the samples, shards or copies x shards.
+        mesh: the data-parallel workers: shards, or copies x shards.
     """
     mixtures = [m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts)]
     divided = [mixture.experts for mixture in mixtures if mixture.experts.comm.size > 1]
