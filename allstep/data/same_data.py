@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
         return [_plain(child) for child in value]
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
-    if isinstance(value, np.generic) or hasattr(value, "__array_interface__"):  # as pictures have
+    if isinstance(value, np.generic) or hasattr(value, "__array_interface__"):  # such as PIL's
         array = np.asarray(value)
         if not array.dtype.hasobject:
             return str(array.dtype), array.shape, _hash(array.tobytes())

@@ -87,7 +87,7 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     cut = middle = round((1 - held_out) * len(text))
     while 0 < cut < len(text) and not text[cut].isspace():
         cut -= 1
-    if middle - cut > max(_LONG_WORD, 0.05 * len(text)):  # languages without spaces
+    if middle - cut > max(_LONG_WORD, 0.05 * len(text)):  # in languages without spaces
         cut = middle
     return text[:cut], text[cut:]
 

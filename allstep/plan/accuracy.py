@@ -53,7 +53,7 @@ class AccuracyTable:
         return self.points_lost.get(policy.name)
 
     def describe(self, policy: PolicySpec) -> str:
-        """The cost in a few words."""
+        """The cost as text: "none", "not measured", or mean and deviation."""
         if is_lossless(policy):
             return "none"
         cost = self.cost(policy)

@@ -1,4 +1,4 @@
-"""When the network is busy, and how far compute gets meanwhile."""
+"""Keeps track of when the network is busy, and of the progress of compute meanwhile."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field

@@ -117,7 +117,7 @@ def _activations(prediction: Prediction) -> Bottleneck:
 
 
 def _bubble(prediction: Prediction) -> Bottleneck:
-    """A pipeline fills and empties once a step."""
+    """The bubble: a pipeline fills and empties once per step."""
     report, bubble_s = prediction.report, prediction.copy.bubble_s
     return Bottleneck(
         report.compute_s / (report.compute_s - bubble_s),
@@ -127,7 +127,7 @@ def _bubble(prediction: Prediction) -> Bottleneck:
 
 
 def _sharding(prediction: Prediction) -> Bottleneck:
-    """Parameters are gathered and gradients summed in each micro-batch."""
+    """Waits for FSDP2, which gathers parameters and sums gradients in each micro-batch."""
     report, waits_s = prediction.report, prediction.copy.sharding_s
     return Bottleneck(
         report.compute_s / (report.compute_s - waits_s),

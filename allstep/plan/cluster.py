@@ -29,7 +29,7 @@ class Cluster(Nodes):
         collectives: times measured on all of these workers; they take precedence over formulas.
 
     Raises:
-        UsageError: for numbers out of range or that contradict each other.
+        UsageError: for numbers that are out of range or contradict each other.
     """
 
     name: str

@@ -71,12 +71,12 @@ class Prediction:
 
     @property
     def training_s(self) -> float | None:
-        """Seconds of the whole training; None if its length isn't known."""
+        """Seconds of the whole training; None if its length is unknown."""
         return None if self.total_samples is None else self.total_samples / self.samples_per_s
 
     @property
     def single_worker_training_s(self) -> float | None:
-        """Seconds of the whole training on one worker; None if its length isn't known."""
+        """Seconds of the whole training on one worker; None if its length is unknown."""
         if self.total_samples is None:
             return None
         return self.total_samples / self.single_worker_samples_per_s
@@ -253,7 +253,7 @@ def _copy_step(
 
 def _choices(policy: PolicySpec, cluster: Cluster, gradient_bytes: int) -> Iterator[PolicySpec]:
     sizes = [size for size in _BUCKET_BYTES if gradient_bytes / size <= _MOST_BUCKETS]
-    if not sizes:  # a gradient of many gigabytes travels during the backward pass, too
+    if not sizes:  # a gradient of many gigabytes is also exchanged during the backward pass
         sizes = [-(-gradient_bytes // _MOST_BUCKETS)]
     if policy.sync_every > 1 or cluster.num_workers == 1:
         sizes = []

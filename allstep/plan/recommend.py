@@ -24,7 +24,7 @@ from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.price import work_s
 from allstep.plan.time_to_target import Target
 
-# Seconds until several workers have imported torch, found each other and begun to train.
+# Seconds until several workers have imported torch, connected, and started to train.
 STARTUP_S = 10.0
 # Relative differences below this are smaller than the errors of predictions.
 AS_FAST = 0.02

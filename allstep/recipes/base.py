@@ -185,7 +185,7 @@ class Recipe(_Named, TrainOptions, ABC):
 
     @property
     def settings(self) -> allstep.optim.Settings:
-        """Optimizer, rate and schedule."""
+        """Settings of the optimizer, the learning rate and the schedule."""
         usual_warmup = self.warmup_share * self.epochs
         return allstep.optim.Settings(
             optimizer=self.optimizer,

@@ -1,4 +1,4 @@
-"""The sparse autoencoder of "Deep learning with COTS HPC systems", from a laptop's size up."""
+"""The sparse autoencoder of "Deep learning with COTS HPC systems", in sizes from a laptop's up."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -152,7 +152,7 @@ class Cots(DividedRecipe):
             )
 
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
-        """Trains the stages, tests the neurons, writes pictures and `report.json`."""
+        """Trains the stages, tests the neurons, and writes pictures and `report.json`."""
         self.check_workers(comm.size)
         nets = self.data_parallel
         mesh = comm.mesh(data=nets, model=comm.size // nets)  # a net is shared along `model`

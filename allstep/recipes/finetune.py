@@ -51,8 +51,8 @@ class FineTune(Recipe):
     """Folder with a .txt file in UTF-8 for each class, with one sample per line."""
 
     pretrained: Path = Path("runs/bert")
-    """A run of the recipe `bert`, or a folder with config.json, model.safetensors and vocab.txt, as
-    `save_bert` and transformers write them, with tokens in lower case."""
+    """Folder of a run of the recipe `bert`; or a folder with config.json, model.safetensors and
+    vocab.txt as written by `save_bert` and transformers, with tokens in lower case."""
 
     random_weights: bool = False
     """Use only the size and the tokens of `pretrained`, with random weights, as a control."""
@@ -123,7 +123,7 @@ class SequenceClassification:
         return F.cross_entropy(model(tokens), labels)
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
-        """Sums and counts of `accuracy`, `loss` (nats) and `majority`, the constant's accuracy."""
+        """Sums and counts of `accuracy`, `loss` (nats) and `majority`, the constant answer's."""
         tokens, labels = batch
         logits, count = model(tokens), len(labels)
         return {

@@ -180,7 +180,7 @@ class _Readable(Classifier):
     """A classifier that ignores pictures that could not be read."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Cross-entropy, where an unreadable picture counts as a sample without loss."""
+        """Mean cross-entropy, where an unreadable picture counts as a sample with loss 0."""
         images, labels = batch
         losses = nn.functional.cross_entropy(
             self.logits(model, images),
