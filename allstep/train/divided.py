@@ -249,9 +249,9 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
             shape = whole_shape = tuple(x.shape if name in own else x.shape[1:])
             windows: list[Window | None] = [None] * workers.size
             for rank, (entries, cuts) in enumerate(by_rank):
-                cut_shape, *cut = cuts.get(name, (None,))
-                if name in entries and cut_shape == shape:
-                    whole_shape, start, stop = cut
+                part_shape, *place = cuts.get(name, (None,))
+                if name in entries and part_shape == shape:
+                    whole_shape, start, stop = place
                     windows[rank] = Window(start, stop)
                 elif name in entries:
                     windows[rank] = Window.whole(shape)
