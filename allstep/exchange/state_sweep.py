@@ -134,7 +134,7 @@ class StatePart:
 
 
 class StateSweep:
-    """Yields the parts in turn. [Note: state sweep]"""
+    """Chooses the parts in turn. [Note: state sweep]"""
 
     def __init__(self) -> None:
         self._parts: list[dict[str, slice]] = []

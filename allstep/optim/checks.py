@@ -144,8 +144,8 @@ def check_gradient(gradient: Tensor, name: str) -> None:
 def find_nonfinite(gradients: Sequence[Tensor]) -> list[bool]:
     """Which of these tensors hold NaN or infinity.
 
-    Their L2 norms tell, on a CPU in a tenth of the time of the largest magnitudes; these are
-    looked at where a norm may be too large for its type. Of a sparse tensor its values are.
+    It computes their L2 norms, on a CPU in a tenth of the time of the largest magnitudes; these
+    are computed only if a norm may be too large for its type. A sparse tensor's values count.
     """
     values = [x.coalesce().values() if x.is_sparse else x for x in gradients]
     bad = _nonfinite_norms(values, 2.0)

@@ -261,8 +261,8 @@ class Batch:
         Use it for a log, `ReduceLROnPlateau` or the closure of LBFGS. The losses that `backward`
         was given are weighed as their gradients are (sums are divided by the sum of weights), also
         those that the workers of a chain's parts were given. For arrays that are divided in windows
-        it is the loss of this worker's window. Call it after the loop over the batch, on every
-        worker.
+        it is the loss of the windows at this worker's place in the grid. Call it after the loop
+        over the batch, on every worker.
         """
         sums = self._sums
         if sums is None:
