@@ -153,7 +153,7 @@ _driver = Driver()
 
 
 @contextmanager
-def replaced(driver: Driver) -> Iterator[None]:
+def using_driver(driver: Driver) -> Iterator[None]:
     """Uses another driver inside, in all threads; for tests."""
     global _driver
     kept, _driver = _driver, driver

@@ -220,7 +220,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: dict[tuple[str, int], dict[str, Estimate]] = {}
     for size in SIZES:
-        with device.replaced(FreeStreams()), fake_communicator(size) as comm:
+        with device.using_driver(FreeStreams()), fake_communicator(size) as comm:
             for parameters in MODELS:
                 rows[parameters.name, size] = row(measure(parameters, comm, repeats))
     table = Table(

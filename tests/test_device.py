@@ -115,7 +115,7 @@ def test_an_aborted_group_does_not_wait_for_its_device(is_aborted: bool) -> None
         def shutdown(self) -> None:
             calls.append("shutdown")
 
-    with device.replaced(Busy()):
+    with device.using_driver(Busy()):
         shut_down(Group(), torch.device("cuda", 0), is_aborted)  # type: ignore[arg-type]
     assert calls == ([] if is_aborted else ["synchronize"]) + ["shutdown"]
 
@@ -176,7 +176,7 @@ def test_gradients_in_buckets_of_an_accelerator_begin_where_kernels_want_it(
             return exchanged(comm, compression)
 
     plain = run_ranks(2, partial(exchanged, compression=compression))
-    with device.replaced(driver):
+    with device.using_driver(driver):
         aligned = run_ranks(2, worker)
     for (expected, saved), (found, saved_there) in zip(plain, aligned, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -196,7 +196,7 @@ def test_buckets_of_an_accelerator_are_large() -> None:
             reducer.close()
         return found
 
-    with device.replaced(driver):
+    with device.using_driver(driver):
         assert run_ranks(2, usual_bytes) == [32 << 20] * 2
 
 
@@ -211,7 +211,7 @@ def test_batch_norm_over_workers_never_makes_the_host_wait() -> None:
                 batch_norm_across(comm, x, torch.ones(3), torch.zeros(3), 1e-5)[0].sum().backward()
         return list(rank.waits)
 
-    with device.replaced(driver):
+    with device.using_driver(driver):
         assert run_ranks(2, worker) == [[], []]
 
 
@@ -231,7 +231,7 @@ def test_residuals_of_all_workers_are_gathered_on_the_host() -> None:
         copies = [site for site in rank.waits if site.verb == "cpu" and "gather" in site.function]
         return len(copies), sum(len(worker) for worker in saved["residuals"] or ())
 
-    with device.replaced(driver):
+    with device.using_driver(driver):
         (on_root, num_residuals), (elsewhere, nothing) = run_ranks(2, worker)
     assert on_root == num_residuals > 2
     assert elsewhere == nothing == 0

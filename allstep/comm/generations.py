@@ -10,7 +10,7 @@ one store: so two groups can never both go on. A worker that comes too late is o
 to join like any other. So does a worker that was let in at the place of the most advanced one, if
 that one is lost before it has passed on its state.
 
-[Note: signs of life] A worker's end is noticed at once on its own host, and by its generation's
+[Note: heartbeats] A worker's end is noticed at once on its own host, and by its generation's
 connections. A process without connections, such as a worker that waits to join or the launcher,
 can't tell a lost worker of another host from one in a long step. So each worker writes a new number
 to the store once a second, from a thread; if the number stays the same for a minute, the worker
@@ -34,7 +34,7 @@ from allstep.comm.places import Place
 from allstep.errors import CommunicationError, PeerLostError
 
 POLL_S = 0.01
-SIGN_S = 1.0  # between two signs of life
+HEARTBEAT_S = 1.0  # time between two heartbeats
 _SILENCE_S = 60.0
 _ROOT, _OVER, _STOP, _JOINERS, _ENDED = "allstep/membership", "over", "stop", "joiners", "ended"
 
@@ -111,7 +111,7 @@ class Requests:
 
 
 class Liveness:
-    """Tells which workers still live, without connections to them. [Note: signs of life]
+    """Tells which workers still live, without connections to them. [Note: heartbeats]
 
     Args:
         store: the run's store, from `stored_in`.
@@ -126,41 +126,41 @@ class Liveness:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._has_ended, self._now_s = store, has_ended, now_s
-        self._signs: dict[str, tuple[bytes, float]] = {}  # name -> last sign, when first seen
-        self._looked_at_s = -SIGN_S
+        self._heartbeats: dict[str, tuple[bytes, float]] = {}  # name -> the last, when first read
+        self._looked_at_s = -HEARTBEAT_S
 
     def all_have_ended(self, members: Sequence[Member]) -> bool:
         """Whether none of the members lives any more."""
-        if self._now_s() - self._looked_at_s >= SIGN_S:
+        if self._now_s() - self._looked_at_s >= HEARTBEAT_S:
             self._looked_at_s = self._now_s()
-            self._signs = {member.name: self._sign(member) for member in members}
+            self._heartbeats = {member.name: self._read_heartbeat(member) for member in members}
         return all(self._has_ended(m.place) or self._is_silent(m) for m in members)
 
-    def _sign(self, member: Member) -> tuple[bytes, float]:
-        key = _sign_of(member.name)
-        sign = self._store.get(key) if self._store.check([key]) else b""
-        last, since_s = self._signs.get(member.name, (b"", self._now_s()))
-        return (last, since_s) if sign == last else (sign, self._now_s())
+    def _read_heartbeat(self, member: Member) -> tuple[bytes, float]:
+        key = _heartbeat_key(member.name)
+        number = self._store.get(key) if self._store.check([key]) else b""
+        last, since_s = self._heartbeats.get(member.name, (b"", self._now_s()))
+        return (last, since_s) if number == last else (number, self._now_s())
 
     def _is_silent(self, member: Member) -> bool:
-        if member.name not in self._signs:  # not read yet
+        if member.name not in self._heartbeats:  # not read yet
             return False
-        return self._now_s() - self._signs[member.name][1] > _SILENCE_S
+        return self._now_s() - self._heartbeats[member.name][1] > _SILENCE_S
 
 
-def give_sign(store: Store, member: Member, number: int) -> None:
-    """Writes a worker's sign of life.
+def write_heartbeat(store: Store, member: Member, number: int) -> None:
+    """Writes a worker's heartbeat. [Note: heartbeats]
 
     Args:
         store: the run's store, from `stored_in`.
         member: the worker.
         number: a different number each time.
     """
-    store.set(_sign_of(member.name), str(number))
+    store.set(_heartbeat_key(member.name), str(number))
 
 
-def _sign_of(name: str) -> str:
-    return f"sign/{name}"
+def _heartbeat_key(name: str) -> str:
+    return f"heartbeat/{name}"
 
 
 def stored_in(served: Store, job_id: str) -> Store:
@@ -246,7 +246,7 @@ def signal_to_stop(store: Store) -> int | None:
 
 
 @contextmanager
-def lost_store_told() -> Iterator[None]:
+def raising_if_store_lost() -> Iterator[None]:
     """Raises PeerLostError if the store does not answer."""
     try:
         yield
@@ -260,7 +260,7 @@ def lost_store_told() -> Iterator[None]:
         ) from error
 
 
-@lost_store_told()
+@raising_if_store_lost()
 def await_others(
     served: Store, job_id: str, came: Sequence[int], gives_up: Callable[[], bool] = lambda: False
 ) -> int | None:

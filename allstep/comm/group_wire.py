@@ -421,7 +421,7 @@ class GroupWire:
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "GroupWire":
         store = PrefixStore(f"allstep/split/{name}", self._store())
         rank, size = ranks.index(self.rank), len(ranks)
-        names = self.names.part(ranks, rank)
+        names = self.names.subgroup(ranks, rank)
         if device.type not in self._device_types:
             device = torch.device("cpu")  # groups split off a group with only Gloo have only Gloo
         with translated("split", self.names.number, self.names.size, self.timeout_s):
@@ -456,7 +456,7 @@ class GroupWire:
         if group is None or connections is None:
             return
         deadline_s = time.monotonic() + min(END_S, self.timeout_s)
-        is_aborted = abort or not all(work.outlast(deadline_s) for work in self._not_ended())
+        is_aborted = abort or not all(work.wait_quietly(deadline_s) for work in self._not_ended())
         if is_aborted:
             self.names.has_left = True
             self._break_off(connections)
@@ -486,7 +486,7 @@ def _hold(group: dist.ProcessGroup, works: Iterable[BackendWork], timeout_s: flo
     """Holds a group until its calls have ended: dropping it earlier would block until then."""
     deadline_s = time.monotonic() + timeout_s
     for work in works:
-        work.outlast(deadline_s)
+        work.wait_quietly(deadline_s)
 
 
 def _is_watched(*messages: Tensor) -> bool:

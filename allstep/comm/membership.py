@@ -15,23 +15,23 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from allstep.comm.activity import Activity
 from allstep.comm.communicator import Communicator
 from allstep.comm.generations import (
+    HEARTBEAT_S,
     POLL_S,
-    SIGN_S,
     Generation,
     Liveness,
     Member,
     Requests,
     ask_to_join,
-    give_sign,
     is_over,
     joiners,
-    lost_store_told,
     newest,
     noted_ended,
     process_of,
+    raising_if_store_lost,
     signal_to_stop,
     stored_in,
     write_end,
+    write_heartbeat,
 )
 from allstep.comm.group import Topology
 from allstep.comm.initialise import set_up_logging
@@ -135,7 +135,7 @@ class Membership:
         Raises:
             PeerLostError: if the store is gone.
         """
-        with lost_store_told():
+        with raising_if_store_lost():
             self._store.set(f"text/{name}", text)
 
     def read(self, name: str) -> str:
@@ -146,7 +146,7 @@ class Membership:
             UsageError: if the run has ended.
         """
         key = f"text/{name}"
-        with lost_store_told():
+        with raising_if_store_lost():
             while not self._store.check([key]):
                 self._check_can_join(-1)
                 self._system.sleep(POLL_S)
@@ -163,14 +163,14 @@ class Membership:
         present = Generation.read(self._store, newest(self._store, known))
         if present is not None and self._liveness.all_have_ended(present.members):
             raise PeerLostError(
-                "All workers of the run have died, or give no sign of life any more: there is"
+                "All workers of the run have died, or send no heartbeat any more: there is"
                 " nothing to join. Resume it from its newest checkpoint."
             )
 
     @property
     def is_over(self) -> bool:
         """Whether a worker has recorded that the training is over."""
-        with lost_store_told():
+        with raising_if_store_lost():
             return is_over(self._store)
 
     def end(self, code: int = 0) -> None:
@@ -190,7 +190,7 @@ class Membership:
         """Ends this worker's membership: it no longer watches the others."""
         self._is_over = True
 
-    def look(self) -> Requests:
+    def requests(self) -> Requests:
         """The requests to this generation, which rank 0 read from the store a moment ago.
 
         Raises:
@@ -210,8 +210,8 @@ class Membership:
         Usually workers notice by a closed connection that one of them has ended, or has left for
         the next generation. But they may wait for a worker that is in a long step, for one whose
         connection was closed just when they began to wait, or for the meeting of a group to which
-        one of them won't come any more. A thread checks for these; it also gives
-        [Note: signs of life] and reads the store for `look`.
+        one of them won't come any more. A thread checks for these; it also writes
+        [Note: heartbeats] and reads the store for `requests`.
 
         Args:
             comm: the generation's communicator.
@@ -225,12 +225,12 @@ class Membership:
             self._look_for_requests()  # or the first steps would not know of workers that wait
 
     def _watch(self) -> None:
-        next_sign_s = self._system.now_s()
+        next_heartbeat_s = self._system.now_s()
         for number in count():
             try:
-                if self._system.now_s() >= next_sign_s and not self._has_lost_store:
-                    next_sign_s = self._system.now_s() + SIGN_S
-                    give_sign(self._store, self._own, number)
+                if self._system.now_s() >= next_heartbeat_s and not self._has_lost_store:
+                    next_heartbeat_s = self._system.now_s() + HEARTBEAT_S
+                    write_heartbeat(self._store, self._own, number)
                 if self._end_asked.wait(_LOOK_S):
                     self._end_asked.clear()
                     write_end(self._store, self._own.place, self._end_code)
@@ -300,7 +300,7 @@ class Membership:
         """
         self._check_launcher()
         self._own = replace(self._own, progress=progress)
-        with lost_store_told():
+        with raising_if_store_lost():
             if self.members:
                 self._come()
             if self.members and self._enter(self.generation + 1):
@@ -460,7 +460,7 @@ class Membership:
         names = RankNames(range(size), rank, size, store, places, activity, self._has_ended)
         deadline_s = self._system.now_s() + 2 * CONNECT_S
         check = partial(self._check_all_there, store, names, deadline_s)
-        with lost_store_told():
+        with raising_if_store_lost():
             try:
                 wire = self._system.connect(store, names, timeout_s, check)
             except CommunicationError:

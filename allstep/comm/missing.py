@@ -65,7 +65,7 @@ class RankNames:
         has_left: whether this rank has left the group; then calls that fail for that reason are not
             reported.
 
-    >>> RankNames(range(4), 2, 4).part([2, 3], 0).own
+    >>> RankNames(range(4), 2, 4).subgroup([2, 3], 0).own
     'rank 2 of 4'
     """
 
@@ -129,7 +129,7 @@ class RankNames:
         """Several ranks and where they run, for messages."""
         return ", ".join(map(self.placed, numbers))
 
-    def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
+    def subgroup(self, ranks: Sequence[int], rank: int) -> "RankNames":
         """The names for a group of `ranks`, in this order; `rank` is this worker's rank there."""
         numbers = [self.numbers[r] for r in ranks]
         return RankNames(

@@ -25,7 +25,7 @@ from allstep.env import (
     address_towards,
     interface_of,
     is_loopback,
-    limit_silence,
+    limit_connection_silence,
     read_gloo_interface,
     set_gloo_interface,
 )
@@ -56,7 +56,7 @@ def open_store(host: str, port: int, patience_s: float) -> TCPStore:
             f"No run with `--elastic` answers at {host}:{port}; it has ended, or this host can't"
             " reach it."
         ) from error
-    limit_silence(port, patience_s)
+    limit_connection_silence(port, patience_s)
     return store
 
 

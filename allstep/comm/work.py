@@ -260,7 +260,7 @@ class BackendWork:
         # Another thread may be waiting at the same time, and remove Works that have ended.
         return all(work.is_completed() for work in list(self._works))
 
-    def outlast(self, deadline_s: float) -> bool:
+    def wait_quietly(self, deadline_s: float) -> bool:
         """Waits until the calls have ended, without raising errors; whether they ended in time.
 
         Args:
@@ -294,7 +294,7 @@ class BackendWork:
     def _finish(self, timeout_s: float | None) -> None:
         with self._explained(timeout_s):
             if self._polls and timeout_s is not None:
-                if not self.outlast(time.monotonic() + timeout_s):
+                if not self.wait_quietly(time.monotonic() + timeout_s):
                     raise RuntimeError("the device's call timed out")
                 timeout_s = None
             for work in tuple(self._works):

@@ -54,7 +54,7 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cutting:
+class BatchingOptions:
     """How samples are divided into global batches and micro-batches; see `allstep.data.loader`."""
 
     global_batch: int
@@ -81,15 +81,15 @@ class GlobalBatchLoader(ABC):
         shares: assignment of micro-batches to workers.
     """
 
-    def __init__(self, comm: Communicator, cutting: Cutting) -> None:
+    def __init__(self, comm: Communicator, options: BatchingOptions) -> None:
         self.comm = comm
-        self.global_batch = int(cutting.global_batch)  # it may be a numpy integer
-        self.micro_batch = int(cutting.micro_batch)
-        self.seed = int(cutting.seed)
+        self.global_batch = int(options.global_batch)  # it may be a numpy integer
+        self.micro_batch = int(options.micro_batch)
+        self.seed = int(options.seed)
         self.step = 0
-        self.shares = cutting.shares
-        self._drop_last = cutting.drop_last
-        self._processes = cutting.processes
+        self.shares = options.shares
+        self._drop_last = options.drop_last
+        self._processes = options.processes
         self._items: Items | None = None  # open while samples are being read
 
     @property

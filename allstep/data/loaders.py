@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch.utils.data import Dataset, IterableDataset
 
 from allstep.comm import Communicator
-from allstep.data.batches import Cutting
+from allstep.data.batches import BatchingOptions
 from allstep.data.fetch import Collate
 from allstep.data.map_loader import MapLoader
 from allstep.data.processes import LoaderProcesses
@@ -107,7 +107,7 @@ def loader(
             f"`shares` (='measured') measures by the host's clock, which on {comm.device.type} does"
             " not tell how long a micro-batch takes. Give numbers, such as [3, 1]."
         )
-    cutting = Cutting(
+    options = BatchingOptions(
         global_batch=global_batch,
         micro_batch=micro_batch,
         seed=seed,
@@ -117,7 +117,7 @@ def loader(
         processes=processes,
     )
     if not isinstance(dataset, IterableDataset):
-        made = MapLoader(dataset, comm, cutting, shuffle=shuffle is None or shuffle)
+        made = MapLoader(dataset, comm, options, shuffle=shuffle is None or shuffle)
         check_same_samples(comm, "make a loader", dataset, processes, seed, tells_epoch=True)
         return made
     if cut.is_measured:
@@ -129,4 +129,4 @@ def loader(
         raise UsageError(
             "`shuffle` (=True) needs a map-style `dataset`; shuffle inside the stream instead."
         )
-    return StreamLoader(dataset, comm, cutting, is_sharded=stream == "sharded")
+    return StreamLoader(dataset, comm, options, is_sharded=stream == "sharded")

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from allstep.comm import Communicator
-from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
+from allstep.data.batches import BatchingOptions, GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import FetchMicroBatch, Key
 from allstep.data.processes import Items
 from allstep.data.same_data import first_samples
@@ -28,9 +28,9 @@ class MapLoader(GlobalBatchLoader):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], comm: Communicator, cutting: Cutting, *, shuffle: bool
+        self, dataset: Dataset[Any], comm: Communicator, options: BatchingOptions, *, shuffle: bool
     ) -> None:
-        super().__init__(comm, cutting)
+        super().__init__(comm, options)
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 f"`dataset` (a {type(dataset).__name__}) has no `__len__` and `__getitem__`; give"
@@ -42,10 +42,10 @@ class MapLoader(GlobalBatchLoader):
             micro_batch=self.micro_batch,
             seed=self.seed,
             shuffle=shuffle,
-            drop_last=cutting.drop_last,
+            drop_last=options.drop_last,
         )
         self._dataset = dataset
-        self._fetch = FetchMicroBatch(dataset, self.seed, cutting.collate_fn, tells_epoch=True)
+        self._fetch = FetchMicroBatch(dataset, self.seed, options.collate_fn, tells_epoch=True)
         self._rest: Iterator[MicroBatch] = iter(())  # the rest of the batch that was yielded last
         self.position = 0
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from allstep.comm import Communicator, Work
 from allstep.comm.agreement import agree
-from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
+from allstep.data.batches import BatchingOptions, GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import RANDOM_STATE_LOCK, Collate, begin_epoch, checked_collate
 from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
@@ -59,11 +59,11 @@ class StreamLoader(GlobalBatchLoader):
         self,
         dataset: IterableDataset[Any],
         comm: Communicator,
-        cutting: Cutting,
+        options: BatchingOptions,
         *,
         is_sharded: bool,
     ) -> None:
-        super().__init__(comm, cutting)
+        super().__init__(comm, options)
         global_batch, micro_batch = self.global_batch, self.micro_batch
         num_slots = self.num_micro_batches
         if is_sharded and num_slots < comm.size:
@@ -86,9 +86,9 @@ class StreamLoader(GlobalBatchLoader):
             num_slots=num_slots,
             micro_batch=micro_batch,
             is_sharded=is_sharded,
-            drop_last=cutting.drop_last,
+            drop_last=options.drop_last,
             seed=self.seed,
-            collate=checked_collate(cutting.collate_fn),
+            collate=checked_collate(options.collate_fn),
         )
         self._ahead: tuple[_Part, Work[Tensor]] | None = None
         self._epoch = 0

@@ -21,7 +21,7 @@ __all__ = [
     "collate_padded",
     "encode",
     "find_texts",
-    "hide_tokens",
+    "mask_tokens",
     "num_masked",
     "read_text",
     "split_paragraphs",
@@ -259,7 +259,7 @@ def num_masked(sequence_length: int) -> int:
     return max(1, round(0.15 * sequence_length))
 
 
-def hide_tokens(targets: Tensor, mask: int, random_tokens: range) -> Tensor:
+def mask_tokens(targets: Tensor, mask: int, random_tokens: range) -> Tensor:
     """The inputs in place of tokens to be predicted: 80 % are the mask, 10 % are random tokens.
 
     The other 10 % stay as they are. It draws from torch's random state.
@@ -272,7 +272,7 @@ def hide_tokens(targets: Tensor, mask: int, random_tokens: range) -> Tensor:
     Returns:
         The inputs, int64 [masked].
 
-    >>> shown = hide_tokens(torch.full((1000,), 7), 4, range(8, 50))
+    >>> shown = mask_tokens(torch.full((1000,), 7), 4, range(8, 50))
     >>> 750 < int((shown == 4).sum()) < 850, 60 < int((shown == 7).sum()) < 140
     (True, True)
 
@@ -291,7 +291,7 @@ class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
     `targets` are the original tokens at the `positions` of the inputs.
 
     The number of masked tokens is the same in each sequence, so that the mean over a micro-batch's
-    predictions is the mean over its samples. `hide_tokens` masks them with the special token
+    predictions is the mean over its samples. `mask_tokens` masks them with the special token
     `vocab_size - 1`. It draws from torch's random state, which the loader sets for each sample.
 
     Args:
@@ -318,5 +318,5 @@ class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
         positions = order[: num_masked(self._sequence_length)].sort().values
         targets = inputs[positions]
         mask = self._vocab_size - 1
-        inputs[positions] = hide_tokens(targets, mask, range(self._vocab_size - _NUM_SPECIAL))
+        inputs[positions] = mask_tokens(targets, mask, range(self._vocab_size - _NUM_SPECIAL))
         return inputs, targets, positions

@@ -17,7 +17,7 @@ from allstep.env.limits import num_cores as num_cores
 from allstep.env.processes import is_alive as is_alive
 from allstep.env.processes import read_stat as read_stat
 from allstep.env.scheduling import patient_threads as patient_threads
-from allstep.env.silence import limit_silence as limit_silence
+from allstep.env.silence import limit_connection_silence as limit_connection_silence
 from allstep.env.slurm import expand_counts as expand_counts
 from allstep.env.slurm import first_host as first_host
 from allstep.env.user import read_cache_folder as read_cache_folder

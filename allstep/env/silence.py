@@ -10,7 +10,7 @@ _OWN_FILES = Path("/proc/self/fd")
 _NUM_PROBES = 4  # probes within `silence_s` on an idle connection
 
 
-def limit_silence(port: int, silence_s: float) -> None:
+def limit_connection_silence(port: int, silence_s: float) -> None:
     """Makes the system close this process's connections whose other end is silent for `silence_s`.
 
     By default it resends unanswered packets for a quarter of an hour, and waits forever where it

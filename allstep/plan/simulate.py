@@ -176,8 +176,8 @@ class _Simulation:
         copy_s = workload.element_bytes * cluster.bucketing_s_per_byte
         each_s = cluster.gradient_s * len(workload.gradients) / workload.num_params
         self.take_s = [(copy_s + each_s) * size for size in sizes]
-        self.land_s = [policy.copies_back * copy_s * size for size in sizes]
-        self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.land_s)
+        self.copy_back_s = [policy.copies_back * copy_s * size for size in sizes]
+        self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.copy_back_s)
         self.wire = Activity()
         # Equal workers always have the same progress: one clock represents all of them.
         self.advance_to(np.zeros(cluster.num_workers if self.stragglers.is_active else 1))
@@ -260,10 +260,10 @@ class _Simulation:
 
     def land(self, ends_s: list[float]) -> None:
         """Waits for the buckets of a step, and copies each back if the policy does so."""
-        if not any(self.land_s):
+        if not any(self.copy_back_s):
             self.wait_until(ends_s[-1])
             return
-        for end_s, seconds in zip(ends_s, self.land_s, strict=True):
+        for end_s, seconds in zip(ends_s, self.copy_back_s, strict=True):
             self.wait_until(end_s)
             self.compute("landing", seconds)
 
@@ -313,9 +313,9 @@ class _Simulation:
         self.wire.occupy(start_s, end_s, cost.compute_slowdown)
         self.busy_s += end_s - start_s
         self.spans.append(Span("wire", f"bucket {index}", start_s, end_s))
-        if self.land_s[index]:
+        if self.copy_back_s[index]:
             backward_end_s = self.wire.time_at(self.most_progress + work_left_s)
-            self.landed_s = max(self.landed_s, backward_end_s, end_s) + self.land_s[index]
+            self.landed_s = max(self.landed_s, backward_end_s, end_s) + self.copy_back_s[index]
         return end_s
 
     def limit(self, work_left_s: float) -> float:

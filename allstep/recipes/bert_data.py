@@ -140,7 +140,7 @@ class SegmentPairs(Dataset[Sample]):
     segments at a new random place each time it is read. Half of the second segments are replaced by
     sentences from a random place of the other documents (of the same, if there are no others).
     Surplus tokens are cut off the longer segment. 15 % of the tokens are to be predicted;
-    `allstep.data.text_folder.hide_tokens` masks them. The data set draws from torch's random state,
+    `allstep.data.text_folder.mask_tokens` masks them. The data set draws from torch's random state,
     which the loader sets for each sample.
 
     Each sample is (tokens, segments, positions, targets, is_random), all int64: the first two
@@ -212,7 +212,7 @@ class SegmentPairs(Dataset[Sample]):
         positions = torch.zeros(most, dtype=torch.int64)
         targets = torch.full_like(positions, reader.PADDING)
         positions[: len(chosen)], targets[: len(chosen)] = chosen, tokens[chosen]
-        shown = reader.hide_tokens(tokens[chosen], _MASK, range(len(SPECIAL), self._num_tokens))
+        shown = reader.mask_tokens(tokens[chosen], _MASK, range(len(SPECIAL), self._num_tokens))
         tokens[chosen] = shown
         return positions, targets
 

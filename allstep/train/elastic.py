@@ -86,7 +86,7 @@ class StepCommit:
         Returns:
             A Work whose result is the whole loss, on every worker.
         """
-        requests = self._membership.look()
+        requests = self._membership.requests()
         if requests.signal is not None:
             self.stop.interrupts.request(requests.signal)
         flag = torch.full_like(loss.view(-1)[:1], float(requests.others_wait))

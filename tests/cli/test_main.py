@@ -150,7 +150,7 @@ def test_a_short_run_gets_a_short_warmup(capsys):
 
 
 def test_more_workers_than_gpus_are_refused(said):
-    with device.replaced(Gpus(2)):
+    with device.using_driver(Gpus(2)):
         message = said("train", "digits", "--workers", "3")
     assert message == (
         "error: `workers` (=3) exceeds this machine's GPUs (2): start at most 2, or hide the GPUs:"
@@ -161,7 +161,7 @@ def test_more_workers_than_gpus_are_refused(said):
 @pytest.mark.parametrize(("requested", "is_warned"), [(2, False), (3, True)])
 def test_more_workers_than_cores_are_warned_of(monkeypatch, capsys, requested, is_warned):
     monkeypatch.setattr(workers, "num_cores", lambda: 2)
-    with device.replaced(Gpus(0)):
+    with device.using_driver(Gpus(0)):
         assert workers.num_workers_to_start(requested) == requested
     warning = "warning: `workers` (=3) exceeds this machine's cores (2)"
     assert capsys.readouterr().err.startswith(warning) == is_warned

@@ -27,7 +27,7 @@ from allstep.comm.gather_places import gather_places
 from allstep.comm.initialise import check_descriptors, choose_device, device_of_group
 from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
-from allstep.device import replaced as device_replaced
+from allstep.device import using_driver
 from allstep.env import Launch
 from allstep.errors import (
     AllstepError,
@@ -116,13 +116,13 @@ def test_init_refuses_bad_devices(device, message):
     ],
 )
 def test_init_refuses_missing_gpus(num_gpus, device, message):
-    with device_replaced(Gpus(num_gpus)), pytest.raises(UsageError, match=message):
+    with using_driver(Gpus(num_gpus)), pytest.raises(UsageError, match=message):
         init(device=device)
 
 
 def test_init_takes_the_gpu_of_the_local_rank():
     gpus = Gpus(2)
-    with device_replaced(gpus):
+    with using_driver(gpus):
         assert choose_device(None, 1, 2) == torch.device("cuda:1")
         assert choose_device("cuda:0", 1, 2) == torch.device("cuda:0")
         assert choose_device("cpu:0", 1, 2) == torch.device("cpu")
@@ -133,7 +133,7 @@ def test_init_takes_the_gpu_of_the_local_rank():
 
 def test_init_takes_the_only_gpu_that_a_process_sees():
     """As with Slurm's `--gpus-per-task=1`; whether it is its own, workers find out together."""
-    with device_replaced(Gpus(1)):
+    with using_driver(Gpus(1)):
         assert choose_device(None, 3, 4) == torch.device("cuda:0")
         assert choose_device("cuda", 3, 4) == torch.device("cuda:0")
         with pytest.raises(UsageError, match="needs GPU 1, but this process sees 1"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from allstep.comm.generations import await_others, lost_store_told
+from allstep.comm.generations import await_others, raising_if_store_lost
 from allstep.comm.membership import Membership
 from allstep.comm.system import System
 from allstep.comm.work import ThreadWork
@@ -30,7 +30,7 @@ def test_no_call_waits_for_ever(kind: Kind, tmp_path: Path) -> None:
         store.set("before", "")
         disturb(Fault(kind, 0, 0, math.inf), Scene({}, [near, far], far, tmp_path, tmp_path))
         asked = ThreadWork.start(lambda: store.check(["before"]), "asks")
-        with pytest.raises(PeerLostError, match=r"store .* is gone"), lost_store_told():
+        with pytest.raises(PeerLostError, match=r"store .* is gone"), raising_if_store_lost():
             asked.wait(timeout_s=20.0)
 
 

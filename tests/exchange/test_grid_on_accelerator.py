@@ -29,7 +29,7 @@ def on_accelerators(size: int, worker: Callable[[Communicator], Any]) -> list[An
         with driver.rank(lints=True):
             return worker(comm)
 
-    with device.replaced(driver):
+    with device.using_driver(driver):
         return run_ranks(size, run)
 
 

@@ -66,7 +66,7 @@ def waits_of_steps(
             exchange.detach()
         return found[3:]
 
-    with device.replaced(driver):
+    with device.using_driver(driver):
         return run_ranks(2, worker)
 
 
@@ -85,7 +85,7 @@ def waits_of_exact_sums(comm: Communicator, num_layers: int) -> list[Counter[str
     samples = TensorDataset(torch.ones(18 * comm.size, 5, dtype=torch.float32))
     loader = allstep.data.loader(samples, comm, global_batch=3 * comm.size, micro_batch=1)
     driver, found = StreamsAsNames(), []
-    with device.replaced(driver), driver.rank(lints=True) as rank:
+    with device.using_driver(driver), driver.rank(lints=True) as rank:
         for batch in allstep.steps(loader, exchange):
             rank.waits.clear()
             for (x,) in batch:
@@ -120,7 +120,7 @@ def test_host_waits_for_nothing_in_layers_of_distributed_arrays() -> None:
     ]
     driver = StreamsAsNames()
     for layer in layers:
-        with device.replaced(driver), driver.rank(lints=True) as rank:
+        with device.using_driver(driver), driver.rank(lints=True) as rank:
             layer(torch.ones(2, 2, 6, 6, requires_grad=True)).sum().backward()
         assert rank.waits == []
 
@@ -132,7 +132,7 @@ def test_host_waits_for_nothing_in_a_step_of_shards() -> None:
         shard.shard_group = Communicator.single_process()
     optimizer = LAMB(shards, nonfinite="propagate")
     driver = StreamsAsNames()
-    with device.replaced(driver), driver.rank(lints=True) as rank:
+    with device.using_driver(driver), driver.rank(lints=True) as rank:
         optimizer.step()
         rank.waits.clear()
         optimizer.step()
@@ -146,7 +146,7 @@ def waits_of_recipe(num_samples: int) -> tuple[list[list[Site]], list[Site]]:
     images = torch.randint(0, 16, (num_samples, 1, 8, 8), dtype=torch.uint8)
     samples = TensorDataset(images, torch.randint(0, 10, (num_samples,)))
     comm, found = Communicator.single_process(), []
-    with device.replaced(driver), driver.rank(lints=True) as rank:
+    with device.using_driver(driver), driver.rank(lints=True) as rank:
         model = digits_net(width=4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         exchange = allstep.attach(model, comm)
@@ -190,7 +190,7 @@ def test_host_waits_are_found() -> None:
         "copy_ of a scalar": lambda x: x.__setitem__(0, 1.0),
     }
     for name, way in ways.items():
-        with device.replaced(driver), driver.rank(lints=True) as rank:
+        with device.using_driver(driver), driver.rank(lints=True) as rank:
             x = torch.ones(3)
             x[:1].fill_(2.0)
             torch.tensor([1.0]).to(x.device, non_blocking=True)

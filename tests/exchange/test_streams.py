@@ -174,7 +174,7 @@ def run(case: Train, policy: ExchangePolicy, driver: StreamsAsNames) -> list[Ran
             case(comm, policy)
         return rank
 
-    with device.replaced(driver):
+    with device.using_driver(driver):
         return run_ranks(2, worker)
 
 

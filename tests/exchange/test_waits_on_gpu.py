@@ -215,7 +215,7 @@ def read_beside(runner: StreamRunner) -> float:
 def test_a_stream_that_waits_for_nothing_reads_too_early() -> None:
     """The control: here a race shows."""
     assert read_beside(StreamRunner(gpu())) == 1.0
-    with device.replaced(DeafStreams()):
+    with device.using_driver(DeafStreams()):
         assert read_beside(StreamRunner(gpu())) == 0.0
 
 

@@ -85,8 +85,8 @@ def wait_for_a_look() -> None:
         is_first = bool(membership.members) and membership.rank == 0
         for _ in range(2 * is_first):  # the first look may have begun before
             with suppress(PeerLostError):
-                seen = membership.look()
-                while membership.look() is seen and time.monotonic() < deadline_s:
+                seen = membership.requests()
+                while membership.requests() is seen and time.monotonic() < deadline_s:
                     time.sleep(0.01)
 
 

@@ -111,7 +111,7 @@ class SimulatedWire:
 
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "SimulatedWire":
         rank = ranks.index(self.rank)
-        names = self.names.part(ranks, rank)
+        names = self.names.subgroup(ranks, rank)
         return SimulatedWire(self._network, f"{self._name}/{name}", names, rank, len(ranks))
 
     def interrupt(self) -> None:

@@ -135,5 +135,5 @@ def test_all_workers_of_other_hosts_are_lost() -> None:
     simulation = Simulation(0, faults)
     simulation.run()
     joiner = simulation.outcomes[-1]
-    assert "no sign of life" in str(joiner.error)
+    assert "no heartbeat" in str(joiner.error)
     assert "The store" in str(simulation.outcomes[1].error)

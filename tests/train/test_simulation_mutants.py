@@ -50,7 +50,7 @@ TRAINING_MUTANTS = {
         "PrefixStore(str(self.generation), self._store)",
         'PrefixStore("0", self._store)',
     ),
-    "signs of life not looked at": (
+    "heartbeats not read": (
         "comm/generations.py",
         "self._has_ended(m.place) or self._is_silent(m)",
         "self._has_ended(m.place)",

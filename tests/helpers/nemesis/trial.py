@@ -23,11 +23,11 @@ from tests.helpers.nemesis.workload import TIMEOUT_S, Notes, Workload, work
 from tests.helpers.processes import Workers
 
 _LOOK_S = 0.02
-_BOUND_S = 120.0  # after all that happens: a minute for signs of life, 40 s to meet, some timeouts
+_BOUND_S = 120.0  # after all that happens: a minute for heartbeats, 40 s to meet, some timeouts
 _HELD_S = 60.0  # for those who join
 _DOCUMENTED = re.compile(
-    "The store in which workers find each other is gone|The run has ended|have died, or give no"
-    " sign of life|were lost before this one|No run with `--elastic` answers"
+    "The store in which workers find each other is gone|The run has ended|have died, or send no"
+    " heartbeat any more|were lost before this one|No run with `--elastic` answers"
     "|The others have gone on without this worker"
 )
 _NO_SPACE = re.compile("No space left on device")

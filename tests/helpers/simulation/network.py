@@ -147,7 +147,7 @@ class FaultyWire(SimulatedWire):
         return FaultyWire(
             self._faulty,
             f"{self._name}/{name}",
-            self.names.part(ranks, rank),
+            self.names.subgroup(ranks, rank),
             rank,
             [self._processes[other] for other in ranks],
             self.timeout_s,
