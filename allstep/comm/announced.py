@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
-from allstep.comm.activity import Activity
+from allstep.comm.wire import Wire
 from allstep.comm.work import Work, answer_of_store
 from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
 
@@ -30,13 +28,13 @@ class AnnouncedCalls:
     """One worker's record of the announced calls and the exchanges of a group.
 
     Args:
-        store: the group's store; None if no calls are announced.
-        number: this worker's number in the first group.
-        activity: this worker's activity, which records its waits.
+        wire: the group's wire.
     """
 
-    def __init__(self, store: Store | None, number: int, activity: Activity) -> None:
-        self._store, self._number, self._activity = store, number, activity
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._store = None if wire.group is None else wire.group.get_group_store()
+        self._number = wire.names.number
         self._home = threading.get_ident()
         self._num_calls = self._num_exchanges = 0
 
@@ -76,12 +74,13 @@ class AnnouncedCalls:
 
         Raises:
             DisagreementError: if another worker waits in a call that this one has not made.
+            PeerLostError: if another worker's connection is closed. [Note: missed ends]
         """
-        with self._activity.call("exchange"):
+        with self._wire.names.activity.call("exchange"):
             self._wait(work, exchange, action, abort)
 
     def _wait(self, work: Work[Any], exchange: int, action: str, abort: Callable[[], None]) -> None:
-        if not self._is_home or self._store is None:
+        if self._store is None:
             work.wait()
             return
         while True:
@@ -98,13 +97,14 @@ class AnnouncedCalls:
                 if work.is_completed():  # failed after the group's own timeout
                     work.wait()
                     return
+            self._wire.check("exchange")
 
     @property
     def _is_home(self) -> bool:
         return threading.get_ident() == self._home
 
     def _find_conflict(self, exchange: int, action: str) -> str | None:
-        announced = self._read(_CALL)
+        announced = self._read(_CALL) if self._is_home else None
         if announced is None:
             return None
         number, call, num_exchanges, wanted = announced

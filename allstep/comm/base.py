@@ -49,8 +49,7 @@ class CommunicatorBase:
         # An accelerator's backend has no tags: messages arrive in the order in which they are sent.
         has_tags = not is_accelerator(wire.transport_device(self.device))
         self._inbox = Inbox(wire.names, has_tags=has_tags)
-        store = None if wire.group is None else wire.group.get_group_store()
-        self.announced = AnnouncedCalls(store, wire.names.number, self.activity)
+        self.announced = AnnouncedCalls(wire)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -2,9 +2,11 @@
 
 [Note: missed ends] When a connection closes, Gloo fails the calls that are queued on it, but not
 one whose bytes it is just receiving or sending: that lasts until its timeout. So a long wait
-checks from time to time that the connections that its call needs are still open. The wait for a
-message can't be cut into pieces, so it takes a thread, which made rings of messages of 4 MiB slower
-by a fifth within a host: messages of less than 16 MiB are left to their timeout. A rank that has
+checks from time to time that the connections that its call needs are still open. The wait for an
+exchange, whose messages another thread waits for, checks those of the whole group. Elsewhere the
+wait for a message can't be cut into pieces, so it takes a thread, which made rings of messages of
+4 MiB slower by a fifth within a host: messages of less than 16 MiB that no exchange sends are left
+to their timeout. A rank that has
 made all its calls may close its connections while others end theirs; it says so in the group's
 store. Where the store is gone, too, a call has some seconds to end.
 """

@@ -440,6 +440,11 @@ class GroupWire:
         if self.names.is_interrupted:
             raise PeerLostError(f"`split` on {names.own}: the others have left the group.")
 
+    def check(self, verb: str) -> None:
+        if "cpu" in self._device_types:
+            with self._explained(verb, None):
+                self._check_connections()
+
     def interrupt(self) -> None:
         connections = self._connections  # another thread may close them meanwhile
         if connections is not None:

@@ -69,6 +69,9 @@ class Wire(Protocol):
             device: the device that they compute on.
         """
 
+    def check(self, verb: str) -> None:
+        """Raises PeerLostError if the connection to another rank is known to be closed."""
+
     def interrupt(self) -> None:
         """Makes waiting calls fail, here and on the other ranks; from any thread."""
 
@@ -125,6 +128,9 @@ class SingleProcessWire:
 
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "SingleProcessWire":
         return SingleProcessWire(self.timeout_s)
+
+    def check(self, verb: str) -> None:
+        pass
 
     def interrupt(self) -> None:
         pass

@@ -136,6 +136,9 @@ class ShapedWire:
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "ShapedWire":
         return ShapedWire(self._wire.split(name, ranks, device), self._bucket)
 
+    def check(self, verb: str) -> None:
+        self._wire.check(verb)
+
     def interrupt(self) -> None:
         self._wire.interrupt()
 

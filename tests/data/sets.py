@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from allstep.comm.activity import Activity
 from allstep.comm.announced import AnnouncedCalls
+from allstep.comm.wire import SingleProcessWire
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Seat:
 
     @property
     def announced(self) -> AnnouncedCalls:
-        return AnnouncedCalls(None, self.rank, Activity())
+        return AnnouncedCalls(SingleProcessWire(timeout_s=1.0))
 
     @property
     def messages(self) -> "Seat":

@@ -2,15 +2,17 @@
 
 import atexit
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.errors import CommunicationError
+from allstep.comm.algorithms import Native
+from allstep.errors import CommunicationError, PeerLostError
 from allstep.exchange import Stale, Synchronous, attach
 from tests.helpers.processes import names_in_dev_shm, run_processes, start_processes
 
@@ -55,6 +57,38 @@ def test_killed_worker_raises_on_the_others(name: str, tmp_path: Path) -> None:
         wait_for(tmp_path, "seconds", 2)
     assert all(float(path.read_text()) < 10 for path in tmp_path.glob("seconds *"))
     assert names_in_dev_shm() <= before
+
+
+class CutInTwo(Native):
+    """Rank 1 sends more than sockets hold, and is killed at once; rank 0 has half a message."""
+
+    def _reduce_(self, flat: Tensor) -> None:
+        # Longer messages are waited for in another way.
+        messages = [torch.empty((1 << 24) - 4, dtype=torch.uint8) for _ in range(8)]
+        if self.comm.rank == 0:
+            arriving = [self._messenger.recv(message, 1) for message in messages]
+            self._messenger.send(flat, 1).wait()
+            for work in arriving:
+                work.wait()
+        else:
+            self._messenger.recv(flat, 0).wait()
+            for message in messages:
+                self._messenger.send(message, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exchange_half(comm: Communicator, folder: str) -> None:
+    model = nn.Linear(2, 2)
+    attach(model, comm, Synchronous(algorithm=CutInTwo))
+    with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on .*\) closed its connection"):
+        model(torch.ones(2, 2)).sum().backward()
+    (Path(folder) / f"seconds {comm.rank}").touch()
+
+
+@pytest.mark.process
+def test_message_that_is_cut_in_two_raises_long_before_the_timeout(tmp_path: Path) -> None:
+    with start_processes(2, exchange_half, str(tmp_path), timeout_s=600):
+        wait_for(tmp_path, "seconds", 1)
 
 
 @pytest.mark.process

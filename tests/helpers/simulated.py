@@ -114,6 +114,9 @@ class SimulatedWire:
         names = self.names.subgroup(ranks, rank)
         return SimulatedWire(self._network, f"{self._name}/{name}", names, rank, len(ranks))
 
+    def check(self, verb: str) -> None:
+        pass
+
     def interrupt(self) -> None:
         pass
 

@@ -153,6 +153,9 @@ class FaultyWire(SimulatedWire):
             self.timeout_s,
         )
 
+    def check(self, verb: str) -> None:
+        pass
+
     def interrupt(self) -> None:
         self._faulty.close(self._name, self.rank, loses=True)
 
