@@ -1,4 +1,4 @@
-"""Arguments of optimizers, checked where they come in."""
+"""Checks of optimizers' arguments."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NonfiniteGradientError(AllstepError, ArithmeticError):
-    """Gradients hold NaN or infinity; the message names up to five of their parameters."""
+    """Raised for gradients with NaN or infinity; the message names up to five parameters."""
 
     def __init__(self, names: Sequence[str], step: int | None = None) -> None:
         when = "" if step is None else f"Step {step}: "
@@ -29,7 +29,7 @@ class NonfiniteGradientError(AllstepError, ArithmeticError):
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuses rates, decays and moments that mean nothing; other keys are not looked at.
+    """Raises UsageError for invalid rates, decays and moments; other keys are not checked.
 
     A group's `trust_...` is checked as the field of `TrustRatio` that it is.
     """
@@ -41,7 +41,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
-    """The given name of a parameter, or its place among the groups."""
+    """The parameter's given name, or its position in the groups."""
     names = group.get("param_names")
     return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
 
@@ -132,7 +132,7 @@ def check_parameters(group: Mapping[str, Any], group_index: int) -> None:
 
 
 def check_gradient(gradient: Tensor, name: str) -> None:
-    """Raises UsageError for sparse gradients, by name."""
+    """Raises UsageError for sparse gradients; names the parameter."""
     if gradient.layout != torch.strided:
         raise UsageError(
             f"the gradient of {name} (={gradient.layout}) must be dense: the norm of a layer needs"
@@ -142,7 +142,7 @@ def check_gradient(gradient: Tensor, name: str) -> None:
 
 
 def find_nonfinite(gradients: Sequence[Tensor]) -> list[bool]:
-    """Which of these tensors hold NaN or infinity.
+    """The indices of the tensors with NaN or infinity.
 
     It computes their L2 norms, on a CPU in a tenth of the time of the largest magnitudes; these
     are computed only if a norm may be too large for its type. A sparse tensor's values count.

@@ -1,4 +1,4 @@
-"""Schedules made of schedules."""
+"""Schedules that are composed of other schedules."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from allstep.optim.schedules import Schedule, check_schedule, check_step, check_
 
 
 def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) -> Schedule:
-    """Another schedule, multiplied by a line from `start` to 1.
+    """A schedule multiplied by a line from `start` to 1.
 
     multiplier(step) = schedule(step) * (start + (1 - start) * (step + 1) / warmup_steps), and
     schedule(step) from `warmup_steps` on
@@ -43,7 +43,7 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
 
 
 def hold(schedule: Schedule, total_steps: int) -> Schedule:
-    """Another schedule, which stays at its value of step `total_steps` afterwards.
+    """A schedule that keeps its value of step `total_steps` afterwards.
 
     Args:
         schedule: step -> multiplier, for steps up to `total_steps`.
@@ -66,7 +66,7 @@ def hold(schedule: Schedule, total_steps: int) -> Schedule:
 def in_samples(
     schedule: Schedule, global_batch: int, samples_per_epoch: int | None = None
 ) -> Schedule:
-    """A schedule that was counted in samples, counted in steps of so many samples.
+    """A schedule over samples as one over steps, each of a given number of samples.
 
     multiplier(step) = schedule(samples seen before the step)
 
@@ -104,7 +104,7 @@ def in_samples(
 
 
 def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
-    """Schedules one after the other, each counted from its own step 0.
+    """Several schedules in sequence, each counted from its own step 0.
 
     Two warm-ups with a decay each are LAMB's mixed batch: when the batch and the length of the
     sequences change, the rate begins again from 0, so that new statistics meet no large rate.

@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 2**20
 def sums_by_blocks(
     norm: Norm, columns: Sequence[Sequence[Tensor]], advance: Callable[..., Tensor]
 ) -> Tensor:
-    """Directions of whole layers, made and measured block by block while a block is in the cache.
+    """The directions of whole layers, computed and measured block by block while it is cached.
 
     Args:
         norm: what the sums are for.
@@ -47,7 +47,7 @@ def sums_by_blocks(
 
 
 def _blocks(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """The same pieces of flat tensors, each small enough for the cache."""
+    """Equal slices of several flat tensors, each small enough for the cache."""
     size = tensors[0].numel()
     if size <= BLOCK_ELEMENTS:
         return iter([tensors])
@@ -57,7 +57,7 @@ def _blocks(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _combine(sums: list[float], norm: Norm) -> float:
-    """The sum over a tensor from those of its blocks."""
+    """A tensor's sum, from the sums of its blocks."""
     if norm != "linf":
         return math.fsum(sums)
     # The larger of 1 and NaN is whichever comes first.

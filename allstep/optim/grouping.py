@@ -1,4 +1,4 @@
-"""Parameter groups: what is decayed and adapted, by the kind of module it belongs to."""
+"""Parameter groups by module type: which parameters are decayed and adapted."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +31,7 @@ def groups(
     weight_decay: float = 0.01,
     normalisation: tuple[type[nn.Module], ...] = (),
 ) -> list[dict[str, Any]]:
-    """Two parameter groups: weights, and what is neither decayed nor adapted.
+    """Two parameter groups: weights, and parameters that are neither decayed nor adapted.
 
     The second group holds all parameters of normalisation modules (batch, instance, group,
     layer and RMS norm, and their subclasses), the magnitudes of `weight_norm`, biases, and

@@ -118,7 +118,7 @@ class LAMB(TrustRatioOptimizer):
         return self._sums(batch, batch.directions)
 
     def _measure_blocks(self, batch: Batch, flats: list[list[Tensor]]) -> Tensor:
-        """See [Note: directions from fused Adam]."""
+        """The sums of blocks of leaves. [Note: directions from fused Adam]"""
         batch.directions = self._scratch(batch)
         weight_decay = batch.group["weight_decay"]
         options, steps = _fused_options(batch.group), _steps(batch)
@@ -134,7 +134,7 @@ class LAMB(TrustRatioOptimizer):
         return sums_by_blocks(self._norm, [*flats, batch.directions], advance)
 
     def _scratch(self, batch: Batch) -> list[Tensor]:
-        """Where a batch's directions lie: always the same memory, but for sharded batches.
+        """Memory for a batch's directions; always the same, except for sharded batches.
 
         Each begins where a tensor of its own would: how BLAS adds up depends on the alignment, and
         no layer's norm should depend on the layers beside it.
@@ -157,7 +157,7 @@ class LAMB(TrustRatioOptimizer):
 
 
 def _has_fused_adam(device: torch.device) -> bool:
-    """Whether torch has its kernel there; "meta" shows that a step stays on its device."""
+    """Whether torch has the kernel on a device; "meta" shows that a step stays on its device."""
     return device.type in ("meta", *_get_fused_kernels_supported_devices())
 
 
@@ -176,7 +176,7 @@ def _fused_options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(batch: Batch) -> list[Tensor]:
-    """The step that each leaf's bias correction is for; infinity switches it off."""
+    """Each leaf's step for the bias correction; infinity disables the correction."""
     steps = [leaf.state["step"] for leaf in batch.leaves]
     if batch.group["bias_correction"]:
         return steps
@@ -195,7 +195,7 @@ def _step_adamw(batch: Batch, flats: list[list[Tensor]]) -> None:
 
 
 def _directions(batch: Batch, flats: list[list[Tensor]]) -> list[Tensor]:
-    """Directions of whole layers; see [Note: directions from fused Adam]."""
+    """The directions of whole layers. [Note: directions from fused Adam]"""
     weights, gradients, exp_avgs, exp_avg_sqs = flats
     directions = list(torch._foreach_mul(weights, batch.group["weight_decay"]))
     options, steps = _fused_options(batch.group), _steps(batch)

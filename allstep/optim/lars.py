@@ -1,4 +1,4 @@
-"""LARS: momentum SGD, layer-wise adapted, in the three forms that are called so."""
+"""LARS: momentum SGD with layer-wise rates, in the three forms that have this name."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -29,7 +29,7 @@ _SMALLEST_SCALE = {torch.float32: 1e-8, torch.float64: 1e-3}
 
 
 class LARS(TrustRatioOptimizer):
-    """Momentum SGD whose rate is scaled to every layer's weights and gradient.
+    """Momentum SGD whose rate is scaled by the norms of every layer's weights and gradient.
 
     `variant="paper"`, of 2017; the rate is part of the momentum:
 
@@ -140,7 +140,7 @@ class LARS(TrustRatioOptimizer):
         return super()._coupled_decay(group)
 
     def _flats(self, batch: Batch) -> list[list[Tensor]] | None:
-        """Weights, gradients and momenta as flat tensors, if they can and shall be."""
+        """Weights, gradients and momenta as flat tensors, if the fused update applies."""
         return batch.flats(*SGDRule.slots) if self._options["fused"] else None
 
     # --- ratio on the gradient: "paper" and "mlperf" --------------------------------------------

@@ -1,4 +1,4 @@
-"""The layer-wise strategy: how a ratio of norms scales a base update, layer by layer.
+"""Layer-wise adaptation: a ratio of norms scales each layer's base update.
 
 [Note: two phases] The ratio of a layer needs the norm of its whole update before any of it can
 be applied. So a batch of layers is first measured (the state moves on, directions and norms come
@@ -32,7 +32,7 @@ RatioOn = Literal["update", "gradient"]
 
 
 class TrustRatioOptimizer(LargeBatchOptimizer):
-    """What `LayerWise`, `LARS` and `LAMB` share: the plain computation, layer by layer.
+    """The base class of `LayerWise`, `LARS` and `LAMB`: the plain computation, layer by layer.
 
     Subclasses say which base update a group has, and may override the steps
     `_measure`, `_measure_gradients` and `_move_by_gradients` with faster ones.
@@ -103,7 +103,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         """The base update of a group."""
 
     def trust_ratios(self) -> dict[str, float]:
-        """The ratio of every layer that the last step has adapted, by the parameter's name.
+        """Parameter name -> its ratio in the last step, for the layers that are adapted.
 
         Parameters without a name are called by their place in `param_groups`.
         """
@@ -135,7 +135,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             momentum_correction.end_step(group, self.state)
 
     def _update_stage(self, stage: list[Batch]) -> None:
-        """Measures and moves batches, with their norms summed over workers in between."""
+        """Measures batches, sums their norms over workers, and updates the batches."""
         measure, move = self._measure, self._move
         if self._on_gradient:
             measure, move = self._measure_gradients, self._move_by_gradients
@@ -154,7 +154,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
                 move(batch, scales_of_batch)
 
     def _add_up_exactly(self, sums: Tensor, stage: list[Batch], leaves: list[Leaf]) -> None:
-        """Makes sums of parts such that don't depend on where FSDP2 has cut, if they are exact."""
+        """Replaces sums of FSDP2's shards by exact ones, which do not depend on the cuts."""
         chosen = [index for index, leaf in enumerate(leaves) if leaf.exact_squares is not None]
         adder = leaves[chosen[0]].exact_squares if chosen else None
         if adder is None or self._norm == "linf":
@@ -175,7 +175,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         sums[:, tensor_on(sums.device, chosen)] = exact.to(sums)
 
     def _stages(self, leaves: list[Leaf]) -> Iterator[list[Batch]]:
-        """Batches that are measured before any of them is moved; see [Note: two phases]."""
+        """Lists of batches that are all measured before one is updated. [Note: two phases]"""
         whole = batches([leaf for leaf in leaves if not leaf.is_sharded], self.batch_elements)
         sharded = list(batches([leaf for leaf in leaves if leaf.is_sharded], self.batch_elements))
         if self._on_gradient:
@@ -191,7 +191,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         return bool(self._options["ratio_on"] == "gradient")
 
     def _scales(self, run: list[Batch], sums: Tensor) -> Tensor:
-        """Learning rate times ratio, of every leaf; `sums` are of weights and updates."""
+        """Each leaf's learning rate times its ratio, from the `sums` of weights and updates."""
         group = run[0].group
         if not adapts(group):
             ratios = torch.ones_like(sums[0])
@@ -226,7 +226,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     # --- the plain computation ------------------------------------------------------------------
 
     def _measure(self, batch: Batch) -> Tensor:
-        """Moves the state on and sets the directions; sums of weights and directions.
+        """Updates the states and sets the directions; returns the sums of weights and directions.
 
         A faster way may move the weights of a group that does not adapt at once.
         """
@@ -242,7 +242,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         return self._sums(batch, batch.directions)
 
     def _measure_gradients(self, batch: Batch) -> Tensor:
-        """Sums of weights and gradients, where somebody wants to know them."""
+        """The sums of weights and gradients; zeros if nothing needs them."""
         if not adapts(batch.group) and not batch.leaves[0].is_sharded:
             return batch.leaves[0].weight.new_zeros((2, len(batch.leaves)), dtype=torch.float64)
         return self._sums(batch, [leaf.gradient.to(leaf.weight.dtype) for leaf in batch.leaves])
@@ -259,17 +259,17 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         return decay
 
     def _sums(self, batch: Batch, updates: list[Tensor]) -> Tensor:
-        """Shape (2, leaves): what adds up to the norms of weights and updates."""
+        """[2, leaves]: the power sums of weights and updates, from which norms are computed."""
         return torch.stack([power_sums(batch.weights, self._norm), power_sums(updates, self._norm)])
 
 
 def adapts(group: dict[str, Any]) -> bool:
-    """Whether the ratios of a group are taken from norms; they are 1 otherwise."""
+    """Whether a group's ratios are computed from norms; they are 1 otherwise."""
     return bool(group["adapt"] and (group["trust_always_adapt"] or group["weight_decay"] != 0))
 
 
 def _advance(rule: Rule, leaf: Leaf, gradient: Tensor) -> Tensor:
-    """The rule's direction; the leaf's state moves on."""
+    """The rule's direction; also updates the leaf's state."""
     state = {slot: local_part(leaf.state[slot]) for slot in rule.slots}
     direction, new = rule.direction(gradient, state, leaf.state["step"])
     for slot, value in new.items():
@@ -283,7 +283,7 @@ def _joined(sums: list[Tensor]) -> Tensor:
 
 
 def _runs(stage: list[Batch], sums: Tensor) -> Iterator[tuple[list[Batch], Tensor]]:
-    """Consecutive batches of one group, dtype and device, with their sums there."""
+    """Runs of consecutive batches of one group, dtype and device, with their sums on it."""
     begin = 0
     for _, run in groupby(stage, lambda batch: (id(batch.group), batch.device, batch.dtype)):
         batches_of_run = list(run)
@@ -393,6 +393,6 @@ class LayerWise(TrustRatioOptimizer):
 
 
 def _moments(base: Any) -> dict[str, Any]:
-    """Those options of a base that schedules know."""
+    """The options of a base update that schedules change."""
     names = {each.name for each in fields(base)} if is_dataclass(base) else set()
     return {name: getattr(base, name) for name in ("momentum", "betas") if name in names}

@@ -1,4 +1,4 @@
-"""Parameters of a step as plain tensors: this worker's part, in the precision of the update."""
+"""A step's parameters as plain tensors: this worker's parts, in the update's precision."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ class ShardGroup(Protocol):
 
 
 class ExactSquares(Protocol):
-    """Adds up squares of parts without rounding, as `parameter.exact_squares`. Collective."""
+    """Sums squares of parts without rounding; held as `parameter.exact_squares`. Collective."""
 
     def sums_of_squares(self, parameters: Sequence[Tensor], parts: Sequence[Tensor], /) -> Tensor:
         """[len(parts)], float64, of the parameters' parts that all workers have."""
@@ -47,11 +47,11 @@ class Leaf:
 
     @property
     def exact_squares(self) -> ExactSquares | None:
-        """What adds up the parameter's norm, if that must not depend on where it is cut."""
+        """The exact sum for the parameter's norm; None if the norm may depend on the cuts."""
         return getattr(self.parameter, "exact_squares", None)
 
     def descent(self) -> Tensor:
-        """The gradient to go down, in the weight's dtype."""
+        """The gradient of what is minimized, in the weight's dtype."""
         gradient = self.gradient.to(self.weight.dtype)
         return -gradient if self.group["maximize"] else gradient
 
@@ -81,7 +81,7 @@ class Leaf:
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Leaves of one group that are updated together, and what is known of them so far.
+    """Leaves of one group that are updated together, with their intermediate results.
 
     `directions` are what the weights move against, and `weights` views of them that go with it.
     """
@@ -100,12 +100,12 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the leaves are."""
+        """The leaves' device."""
         return self.leaves[0].weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the leaves are updated."""
+        """The dtype in which the leaves are updated."""
         return self.leaves[0].weight.dtype
 
     def flats(self, *slots: str) -> list[list[Tensor]] | None:
@@ -124,7 +124,7 @@ class Batch:
 
 
 def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
-    """Consecutive leaves of one group and kind; on a CPU up to so many elements, or one leaf.
+    """Batches of consecutive leaves of one group and kind; on a CPU limited in size.
 
     A batch that fits a CPU's cache is measured and moved there. Elsewhere each kernel that is
     launched takes time, and a batch may be all of a group.
@@ -163,7 +163,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:
-    """The same for weights that are dense in another order, such as channels-last."""
+    """`flat` for weights that are dense in another order, such as channels-last."""
     weight, gradient, *slots = tensors
     if gradient.stride() != weight.stride():
         gradient = torch.empty_like(weight).copy_(gradient)
@@ -175,12 +175,12 @@ def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether other workers hold other parts of it."""
+    """Whether other workers hold other parts of the parameter."""
     return bool(_shard_groups(parameter))
 
 
 def flat(tensor: Tensor) -> Tensor | None:
-    """A dense tensor's memory as one row, in whatever order its dimensions lie; else None."""
+    """A dense tensor's memory as one row, in any order of its dimensions; None if not dense."""
     if tensor.is_contiguous():
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
@@ -208,7 +208,7 @@ def new_state(parameter: Tensor, slots: Iterable[str]) -> dict[str, Tensor]:
 
 
 def reduce_over_shards(columns: Tensor, leaves: Sequence[Leaf], op: Literal["sum", "max"]) -> None:
-    """Combines every leaf's column over the workers that hold its parts, in place.
+    """Combines each leaf's column over the workers that hold its parts, in place.
 
     One collective for each dimension of the mesh that parameters are sharded over: one in all
     under `fully_shard` or under tensor parallelism, none for whole parameters. Those are sharded
@@ -247,7 +247,7 @@ def _all_reduce(
 def _shard_groups(
     parameter: Tensor, *, with_mesh: bool = True
 ) -> Sequence[dist.ProcessGroup | ShardGroup]:
-    """The workers along which a parameter is cut, a DTensor's in the order of its mesh first."""
+    """The workers over which a parameter is cut; a DTensor's groups first, in its mesh's order."""
     groups: list[dist.ProcessGroup | ShardGroup] = []
     if with_mesh and is_dtensor(parameter):
         groups += [

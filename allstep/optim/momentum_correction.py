@@ -1,4 +1,4 @@
-"""Momentum that holds the learning rate follows it when it changes.
+"""Correction of a momentum that contains the learning rate, when the rate changes.
 
 Source: Goyal et al., 2017, arXiv:1706.02677, remark 2.
 """
@@ -13,7 +13,7 @@ from allstep.torch_classes import local_part
 
 
 def factor(group: Mapping[str, Any]) -> float | Tensor:
-    """By how much the momentum is multiplied because the rate has changed: lr / previous lr."""
+    """The factor of the momentum after a change of the rate: lr / previous lr."""
     previous, lr = group["previous_lr"], group["lr"]
     if not group["momentum_correction"] or previous is None:
         return 1.0

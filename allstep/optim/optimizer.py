@@ -37,7 +37,7 @@ _KERNELS = ("foreach", "fused")
 
 
 class LargeBatchOptimizer(Optimizer, ABC):
-    """torch's `Optimizer`, with what its subclasses here have in common.
+    """The base class of allstep's optimizers, a subclass of torch's `Optimizer`.
 
     - Gradients are left bit for bit as they were; sparse ones are refused by name.
     - Parameters of half precision are updated through a float32 master copy, which is part of
@@ -76,7 +76,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _update(self, leaves: list[Leaf]) -> None:
-        """One step: asks `_tolerates`, then `_count`s it and changes weights and states."""
+        """Makes a step: calls `_tolerates` and `_count`, and changes weights and states."""
 
     # --- torch's interface ----------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` once gave.
+        """Loads a state from `state_dict()`.
 
         The state of another optimizer that keeps the same may be loaded too, as that of AdamW by
         LAMB, or one of parameters in another precision: options that its groups lack stay as they
@@ -202,7 +202,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
     def _complete_loaded(
         self, state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]]
     ) -> None:
-        """Gives groups the options, and states the precision, that a state dict had not."""
+        """Adds options to groups, and the precision to states, that a state dict lacks."""
         for group, own in zip(self.param_groups, own_groups, strict=True):
             for name, value in own.items():
                 group.setdefault(name, value)
@@ -221,7 +221,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
                 self._complete(state, parameter)
 
     def _complete(self, state: dict[str, Tensor], parameter: Tensor) -> None:
-        """Gives a state the master copy and the precision that one made here would have."""
+        """Adds the master copy and the precision that a new state would have."""
         dtype = update_dtype(parameter)
         for name in self._slots():
             state[name] = state[name].to(dtype)
@@ -231,7 +231,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
             state["master"] = parameter.detach().to(dtype)
 
     def _has_other_precision(self, state: Mapping[str, Tensor], parameter: Tensor) -> bool:
-        """Than one that would be made now."""
+        """Whether a state's precision differs from that of a new one."""
         dtype = update_dtype(parameter)
         updated = (state.get("master", parameter), *(state[name] for name in self._slots()))
         return any(tensor.dtype != dtype for tensor in updated)
@@ -270,7 +270,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
         own: Mapping[str, Any],
         group_index: int,
     ) -> None:
-        """A fused kernel would go beyond them."""
+        """Raises UsageError for states of other shapes; a fused kernel would write beyond them."""
         for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=False)):
             for name in (*self._slots(), "master"):
                 value = states.get(key, {}).get(name)
@@ -286,25 +286,25 @@ class LargeBatchOptimizer(Optimizer, ABC):
         return {**super().__getstate__(), "_options": self._options}
 
     def _shows_later(self, leaf: Leaf) -> bool:
-        """Whether the step finds a bad gradient before it has touched the parameter."""
+        """Whether the step finds a nonfinite gradient before it changes the parameter."""
         return False
 
     # --- bad gradients --------------------------------------------------------------------------
 
     @property
     def nonfinite(self) -> Nonfinite:
-        """What a gradient that is not finite does."""
+        """The policy for gradients that are not finite."""
         policy: Nonfinite = self._options["nonfinite"]
         return policy
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were left out because a gradient was not finite."""
+        """The number of steps skipped because of a gradient that was not finite."""
         counts: list[int] = [group["num_skipped"] for group in self.param_groups]
         return max(counts)
 
     def _bad_gradients(self, leaves: list[Leaf]) -> list[bool]:
-        """Which gradients are not finite, as far as the policy wants it known before the step."""
+        """The parameters with nonfinite gradients, if the policy needs them before the step."""
         skips = self.nonfinite == "skip"
         early = [skips or not self._shows_later(leaf) for leaf in leaves]
         seen = [leaf for leaf, is_early in zip(leaves, early, strict=True) if is_early]
@@ -364,7 +364,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
 
 def _follow(rounded: Tensor, master: Tensor) -> Tensor:
-    """The master copy, where it has taken over what someone else wrote into its parameter.
+    """The master copy, after it has taken over what other code wrote into its parameter.
 
     Whole parameters are compared: a write through `.data` leaves no other trace.
     """
@@ -373,7 +373,7 @@ def _follow(rounded: Tensor, master: Tensor) -> Tensor:
 
 
 def _loaded(name: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """A state's tensor where and as the update wants it.
+    """A state's tensor on the update's device, in the update's dtype.
 
     torch casts to the parameter's dtype, which would round master copies, and leaves `step`
     where it was read to.

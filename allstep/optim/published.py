@@ -1,4 +1,4 @@
-"""Published large-batch trainings as data, with where each number comes from."""
+"""Published large-batch trainings as data, with the source of each number."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +30,7 @@ class MixedBatch:
 
 @dataclass(frozen=True)
 class ReferencePoint:
-    """What was published for another batch; fields as in `PublishedRecipe`."""
+    """The published numbers for another batch; fields as in `PublishedRecipe`."""
 
     global_batch: int
     micro_batch: int | None
@@ -43,7 +43,7 @@ class ReferencePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
-    """A training as it was published.
+    """A published training.
 
     Attributes:
         name: what it is called here.
@@ -89,7 +89,7 @@ class PublishedRecipe:
     expected_trust: Trust
 
     def nearest(self, global_batch: int) -> "PublishedRecipe":
-        """What was published for the batch that is nearest to this one, by ratio."""
+        """The published numbers for the batch nearest to this one, by ratio."""
 
         def ratio(batch: int) -> float:
             return max(batch / global_batch, global_batch / batch)

@@ -1,4 +1,4 @@
-"""RMSprop warm-up: from RMSprop to momentum SGD, smoothly."""
+"""RMSprop warm-up: a smooth transition from RMSprop to momentum SGD."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from allstep.torch_classes import local_part
 
 
 class RMSpropWarmup(LargeBatchOptimizer):
-    """Starts as RMSprop and ends as momentum SGD.
+    """An optimizer that starts as RMSprop and ends as momentum SGD.
 
     m = alpha * m + (1 - alpha) * g**2, where g = gradient + weight_decay * x
     delta = momentum * delta - (a_sgd + a_rms / (sqrt(m) + eps)) * g
@@ -120,7 +120,7 @@ Share = float | Tensor
 
 
 def _shares(group: dict[str, Any], leaves: list[Leaf]) -> tuple[float, Share]:
-    """(a_sgd, a_rms) of a group's next step."""
+    """The coefficients (a_sgd, a_rms) of a group's next step."""
     a_sgd = sgd_share(group["num_steps"], group["center_steps"], group["period_steps"])
     lr = _rate(group)
     if a_sgd == 1.0:
@@ -138,7 +138,7 @@ def _shares(group: dict[str, Any], leaves: list[Leaf]) -> tuple[float, Share]:
 
 
 def _rate(group: dict[str, Any]) -> float | Tensor:
-    """The rate, as a scalar if it is a tensor."""
+    """A group's rate; a tensor's value as a scalar tensor."""
     lr: float | Tensor = group["lr"]
     return lr.reshape(()) if isinstance(lr, Tensor) else lr
 

@@ -12,7 +12,7 @@ State = Mapping[str, Tensor]
 
 
 class Rule(Protocol):
-    """What `LayerWise` needs of a base update; element by element, so that shards work too."""
+    """The interface of a base update for `LayerWise`; elementwise, so that it works on shards."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SGDRule:
-    """Momentum.
+    """SGD with momentum.
 
     buffer = momentum * buffer + (1 - dampening) * gradient
     direction = buffer; with `nesterov`: gradient + momentum * buffer

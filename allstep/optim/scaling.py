@@ -1,4 +1,4 @@
-"""How rates and warm-ups follow the batch: the rules, and published recipes rescaled by them."""
+"""Scaling rules of rates and warm-ups for other batches, applied to published recipes."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _LONGEST_WARMUP = 0.5
 
 
 def linear_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
-    """The rate grows as the batch does, so that an epoch's steps add up to the same way.
+    """A rate proportional to the batch, so that an epoch's steps cover the same distance.
 
     lr = base_lr * global_batch / base_batch
 
@@ -42,7 +42,7 @@ def linear_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
 
 
 def sqrt_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
-    """The rate grows with the root of the batch, so that the noise of a step stays the same.
+    """A rate proportional to the batch's square root, so that a step's noise stays the same.
 
     lr = base_lr * sqrt(global_batch / base_batch)
 
@@ -68,7 +68,7 @@ def sqrt_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """One setting as published and as it is used.
+    """A setting's published value and the value used.
 
     Attributes:
         name: of the setting.
@@ -86,7 +86,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Rescaled:
-    """A published recipe for another batch and other epochs.
+    """A published recipe, rescaled to another batch and number of epochs.
 
     Attributes:
         published: as it was. Where its `last_statistics` is set, the model wants
@@ -103,7 +103,7 @@ class Rescaled:
 def rescale(
     name: str, *, global_batch: int, epochs: int, micro_batch: int | None = None
 ) -> Rescaled:
-    """A published recipe's settings for another batch and other epochs.
+    """Rescales a published recipe's settings to another batch and number of epochs.
 
     The rate follows the batch by the recipe's rule, from the nearest batch that its source
     has, and fractions of the run stay fractions.
@@ -188,7 +188,7 @@ def _rate(published: PublishedRecipe, global_batch: int) -> tuple[float, str]:
 
 
 def _warmup(published: PublishedRecipe, global_batch: int, epochs: int) -> tuple[float, str]:
-    """Of the run, or of its first stage if there are two."""
+    """The warm-up of the run, or of the first of two stages."""
     mixed, part = published.mixed, "run"
     published_epochs = float(published.epochs)
     if mixed is not None:
@@ -212,7 +212,7 @@ def _warmup_share(published: PublishedRecipe, share: float, global_batch: int) -
 def _second_stage(
     published: PublishedRecipe, lr: float, global_batch: int, epochs: int
 ) -> tuple[SecondStage | None, list[Change]]:
-    """The second stage of LAMB's mixed batch, and what of it was rescaled."""
+    """The second stage of LAMB's mixed batch, and its rescaled settings."""
     mixed = published.mixed
     if mixed is None:
         return None, []

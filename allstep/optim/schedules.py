@@ -86,7 +86,7 @@ def poly(
 
 
 def step_decay(milestones: Sequence[int], factor: float = 0.1) -> Schedule:
-    """Multiplied by `factor` at each of the milestones.
+    """A constant that is multiplied by `factor` at each milestone.
 
     multiplier(step) = factor ** (number of milestones <= step)
 
@@ -215,7 +215,7 @@ def check_warmup(warmup_steps: int) -> None:
 
 
 def check_schedule(schedule: object) -> None:
-    """Raises UsageError for what can't be called with a step."""
+    """Raises UsageError if a schedule can't be called with a step."""
     if not callable(schedule):
         raise UsageError(
             f"`schedule` (={schedule!r}) must be a function of the step, such as"

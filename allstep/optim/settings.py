@@ -1,4 +1,4 @@
-"""How a model is optimized, as plain data: what recipes and published recipes are made of."""
+"""Settings of an optimizer and its schedule as plain data, for recipes and published recipes."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 
 @dataclass(frozen=True, kw_only=True)
 class SecondStage:
-    """The end of a run with other batches: the rate begins again from 0 and warms up anew.
+    """The end of a run with other batches, for which the rate warms up again from 0.
 
     Args:
         epochs: the last ones of the run.
@@ -67,7 +67,7 @@ class SecondStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Optimizer, rate and schedule; makes both for any model and number of steps.
+    """Optimizer, rate and schedule; makes the optimizer and the schedule for any model and run.
 
     Args:
         optimizer: "sgd" (Nesterov), "adamw", "lars" (MLPerf's form), "lamb" or "rmsprop_warmup".
@@ -224,7 +224,7 @@ class Settings:
         return lambda step: line(step) if step < warmup_steps else decay(step)
 
     def _schedule(self, total_steps: int, warmup_steps: int = 0) -> Schedule:
-        """Without its warm-up; those that decay do so from the end of the warm-up on."""
+        """The schedule without its warm-up; a decay begins at the end of the warm-up."""
         if self.lr_schedule == "constant":
             return constant()
         if self.lr_schedule == "slow_start":

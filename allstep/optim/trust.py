@@ -1,4 +1,4 @@
-"""The trust ratio of a layer, and the norms that it is made of."""
+"""The trust ratio of a layer, and its norms."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SUM_ELEMENTS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class TrustRatio:
-    """How the learning rate of a layer follows the norms of its weights and of its update.
+    """Options of the trust ratio, by which norms of weights and update scale a layer's rate.
 
     ratio = coefficient * clamp(norm(weights), *weight_norm_bounds) / (norm(update) + eps)
 
@@ -59,7 +59,7 @@ def trust_ratio(
     options: Mapping[str, Any],
     weight_decay: float = 0.0,
 ) -> Tensor:
-    """By how much the learning rate of a layer is multiplied; see `TrustRatio`.
+    """The factor of a layer's learning rate; see `TrustRatio`.
 
     Args:
         weight_norm: norms of the layers' weights, any shape.
@@ -88,7 +88,7 @@ def trust_ratio(
 
 
 def power_sum(x: Tensor, norm: Norm) -> float:
-    """What adds up over the parts of a tensor: its norm before the root.
+    """The additive part of a norm: the norm before its root, which sums over a tensor's parts.
 
     Args:
         x: on a CPU, of any shape; may be empty.
