@@ -1,4 +1,4 @@
-"""How gradients travel; see `WIRES`."""
+"""Wire formats of gradients; see `WIRES`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -32,7 +32,7 @@ WIRES: Mapping[str, type[WireFormat]] = MappingProxyType(
 
 
 def make_wire(wire: str | WireFormat) -> WireFormat:
-    """The format that a name stands for, with its usual parameters; a format as it is.
+    """The format with a name and its default parameters; a format is returned unchanged.
 
     Raises:
         UsageError: if the name is unknown.

@@ -1,4 +1,4 @@
-"""What a wire format is: how one bucket is summed over the workers, and what it sums with."""
+"""Wire formats, which sum a bucket over the workers, and the transport that they use."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from allstep.exchange.layout import BucketLayout
 
 @dataclass
 class WireState:
-    """What a format remembers of a bucket from one exchange to the next; part of checkpoints.
+    """A format's state of a bucket between exchanges; part of checkpoints.
 
     Attributes:
         residual: what this worker has not sent yet (error feedback), as long as the bucket's
@@ -30,7 +30,7 @@ class WireState:
 
 @dataclass
 class Transport:
-    """What a format moves its payload with: blocking collectives whose bytes are counted.
+    """Blocking collectives for a format's payload, whose bytes are counted.
 
     Payloads are flat and of equal sizes on all workers.
 
@@ -46,7 +46,7 @@ class Transport:
 
     @property
     def rank(self) -> int:
-        """This worker."""
+        """This worker's rank."""
         return self.comm.rank
 
     @property
@@ -56,11 +56,11 @@ class Transport:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this worker has sent so far."""
+        """The number of bytes that this worker has sent so far."""
         return self._moved_bytes + self.algorithm.sent_bytes
 
     def all_reduce(self, payload: Tensor) -> None:
-        """The sum over the workers, in place.
+        """Sums over the workers, in place.
 
         Args:
             payload: contiguous, one dimension.
@@ -68,7 +68,7 @@ class Transport:
         self.algorithm.reduce_(payload)
 
     def all_to_all(self, payload: Tensor) -> Tensor:
-        """Row r goes to worker r.
+        """Sends row r to worker r.
 
         Args:
             payload: [size, n], contiguous.
@@ -80,7 +80,7 @@ class Transport:
         return self.comm.all_to_all_single(payload)
 
     def all_gather(self, payload: Tensor) -> Tensor:
-        """Everyone's payload.
+        """The payloads of all workers.
 
         Args:
             payload: [n], contiguous.
@@ -93,7 +93,7 @@ class Transport:
 
 
 class WireFormat(ABC):
-    """How gradients travel; immutable, shared by all buckets."""
+    """A wire format of gradients; immutable, shared by all buckets."""
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype] = torch.float32  # of most of what travels
@@ -120,7 +120,7 @@ class WireFormat(ABC):
 
 @dataclass(frozen=True)
 class FullPrecision(WireFormat):
-    """Sends gradients in their own dtype: float32, as a rule.
+    """Sends gradients in their own dtype, usually float32.
 
     sum = sum_r flat_r
     """

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits, in blocks that share a scale, cut in equal parts for their owners."""
+"""8-bit numbers in blocks that share a scale, divided into equal parts for their owners."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ _TINY = torch.finfo(torch.float32).tiny  # smaller scales have too few bits
 
 @dataclass(frozen=True)
 class BlockParts:
-    """How a bucket is cut: each worker owns a part of whole blocks and a part of the tail.
+    """A bucket's division: each worker owns a part of the whole blocks and a part of the tail.
 
     Attributes:
         num_elements: of the bucket's gradients.
@@ -31,7 +31,7 @@ class BlockParts:
 
     @classmethod
     def of(cls, num_elements: int, num_tail: int, size: int, block: int) -> "BlockParts":
-        """Parts as equal as blocks of at most `block` elements allow.
+        """Parts that are as equal as blocks of at most `block` elements allow.
 
         >>> BlockParts.of(1000, 0, 3, block=256).num_blocks  # 2 * 256 >= 1000 / 3
         2
@@ -42,16 +42,16 @@ class BlockParts:
 
     @property
     def length(self) -> int:
-        """Elements of a part, with those that fill the last one up."""
+        """The number of a part's elements, with the padding of the last block."""
         return self.num_blocks * self.block
 
     @property
     def tail_length(self) -> int:
-        """Elements of the tail that a worker owns."""
+        """The number of the tail's elements that a worker owns."""
         return -(-self.num_tail // self.size)
 
     def owned(self, rank: int) -> slice:
-        """Where a worker's part lies in the bucket."""
+        """The range of a worker's part in the bucket."""
         start = min(rank * self.length, self.num_elements)
         return slice(start, min(start + self.length, self.num_elements))
 
@@ -68,7 +68,7 @@ class BlockParts:
         return parts.reshape(-1)[: self.num_elements]
 
     def encode_(self, values: Tensor, tail: Tensor) -> Tensor:
-        """One row of bytes a part: its numbers, its scales, its piece of the tail.
+        """One row of bytes for each part: its numbers, scales and piece of the tail.
 
         A block that isn't finite gets a scale that isn't either, and so comes out as NaN.
 
@@ -96,7 +96,7 @@ class BlockParts:
         return message
 
     def decode(self, message: Tensor, values: Tensor) -> Tensor:
-        """What `encode_` made rows of.
+        """The inverse of `encode_`.
 
         Args:
             message: [parts, bytes] of int8.
@@ -115,7 +115,7 @@ class BlockParts:
 
     @property
     def _sizes(self) -> list[int]:
-        """Bytes of a part's numbers, scales and tail."""
+        """The numbers of bytes of a part's numbers, scales and tail."""
         return [self.length, 4 * self.num_blocks, self.tail_length]
 
     def _fields(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +124,7 @@ class BlockParts:
         return numbers.view(-1, self.num_blocks, self.block), scale_bytes, tail
 
     def _slices(self, values: Tensor) -> list[slice]:
-        """Blocks that are worked on together: on a CPU as many as need no new memory."""
+        """Slices of blocks for one pass; on a CPU small enough to need no new memory."""
         bytes_of_one = len(values) * self.block * values.itemsize
         step = max(1, _SLICE_BYTES // bytes_of_one)
         if is_accelerator(values.device):

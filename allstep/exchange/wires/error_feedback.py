@@ -1,4 +1,4 @@
-"""What a lossy format did not send this time is added to what it sends next time.
+"""Error feedback: the error of a lossy format's last message is added to its next one.
 
 [Note: error feedback] A worker's format sends S(v) in place of v = gradient + residual, and the
 new residual is v - S(v). Summed over T steps,
@@ -26,7 +26,7 @@ from allstep.exchange.wires.base import Transport, WireFormat, WireState
 
 
 class LossyFormat(WireFormat):
-    """A format that keeps what it has not sent, unless it is told to forget it.
+    """A format that keeps the unsent rest as a residual, unless error feedback is off.
 
     Attributes:
         error_feedback: whether it does.
@@ -55,21 +55,21 @@ class LossyFormat(WireFormat):
     def _sum(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """The same over several workers."""
+        """`sum_` over several workers."""
 
 
 def keeps_unsent(wire: WireFormat) -> bool:
-    """Whether a format sends later what it has not sent."""
+    """Whether a format keeps residuals."""
     return isinstance(wire, LossyFormat) and wire.error_feedback
 
 
 def working_dtype(layout: BucketLayout) -> torch.dtype:
-    """What lossy formats compute in: at least float32."""
+    """The dtype in which lossy formats compute: at least float32."""
     return torch.promote_types(layout.flat_dtype, torch.float32)
 
 
 def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tensor:
-    """What this worker wants to send: gradients and residual, in a new tensor.
+    """Gradients plus residual, in a new tensor.
 
     Args:
         flat: [num_elements + num_tail].
@@ -86,7 +86,7 @@ def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tenso
 
 
 def keep_unsent(state: WireState, unsent: Tensor) -> None:
-    """Makes `unsent` the residual; where it isn't finite the old one stays.
+    """Makes `unsent` the residual; elements that aren't finite keep the old one.
 
     Args:
         state: the bucket's.

@@ -8,7 +8,7 @@ from allstep.exchange.wires.base import FullPrecision
 
 @dataclass(frozen=True)
 class Exact(FullPrecision):
-    """Sends gradients as they are, after each micro-batch's were rounded to a grid.
+    """Sends gradients unchanged, after each micro-batch's gradients were rounded to a grid.
 
     sum = sum_k u round(g_k / u)
 

@@ -14,7 +14,7 @@ from allstep.exchange.wires.base import Transport, WireFormat, WireState
 
 @dataclass(frozen=True)
 class _Half(WireFormat):
-    """The sum in 16 bits. [Note: overflow on the wire]
+    """A sum in 16 bits. [Note: overflow on the wire]
 
     What is summed has been divided by the number of workers, or weighed by samples, so that the sum
     can't overflow where no gradient does. On the way out a finite number that becomes infinite is
@@ -104,7 +104,7 @@ class BFloat16(_Half):
 
 
 def _is_finite(payload: Tensor) -> bool:
-    """Whether all is finite; True on CUDA, where the host would have to wait for the answer."""
+    """Whether all elements are finite; True on CUDA, where the host would have to wait."""
     if is_accelerator(payload.device) or not payload.numel():
         return True
     if payload.sum().isfinite():  # then all are; twice as fast

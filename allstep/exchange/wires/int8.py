@@ -71,7 +71,7 @@ class Int8(LossyFormat):
         flat[n:] = tails.reshape(-1)[: layout.num_tail]
 
     def _keep_owned(self, unsent: Tensor, owned: slice, state: WireState) -> None:
-        """Adds what the owner did not send of its part of the sum to its residual."""
+        """Adds the unsent rest of the owner's part of the sum to its residual."""
         if state.residual is not None:
             residual = state.residual[owned]
             residual += unsent.view(-1)[: len(residual)].nan_to_num(0.0, 0.0, 0.0)

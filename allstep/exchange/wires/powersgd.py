@@ -98,7 +98,7 @@ class PowerSGD(LossyFormat):
             old.copy_(torch.where(is_useful, new, old))
 
     def _matrices(self, layout: BucketLayout) -> list["_Matrix"]:
-        """What is worth compressing."""
+        """The parameters that are worth compressing, as matrices."""
         found = []
         for index, (shape, size) in enumerate(zip(layout.shapes, layout.sizes, strict=True)):
             if len(shape) < 2 or not size:
@@ -127,16 +127,16 @@ class _Matrix:
 
 
 def _real(views: Sequence[Tensor]) -> list[Tensor]:
-    """Complex views as real ones."""
+    """Views of complex tensors as real ones."""
     return [torch.view_as_real(view) if view.is_complex() else view for view in views]
 
 
 def _pack(pieces: Sequence[Tensor]) -> Tensor:
-    """Tensors side by side in one message."""
+    """Concatenates tensors in one message."""
     return torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else torch.empty(0)
 
 
 def _unpack(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of a message, one a tensor that was packed."""
+    """Views of a message, one for each packed tensor."""
     sizes = [prod(shape) for shape in shapes]
     return [x.view(tuple(s)) for x, s in zip(message.split_with_sizes(sizes), shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""The largest gradients alone."""
+"""Sparse gradients: only the largest elements."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -18,7 +18,7 @@ _SAMPLE = 1 << 14
 
 @dataclass(frozen=True)
 class TopK(LossyFormat):
-    """Sends the largest elements of each bucket, and where they are; the rest waits.
+    """Sends the largest elements of each bucket, and their indices; the rest is sent later.
 
     v_r = gradient_r + residual_r
     sum = sum_r top(v_r),  residual_r = v_r - top(v_r)
@@ -70,7 +70,7 @@ class TopK(LossyFormat):
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Where the largest elements are; one that isn't finite is larger than all that are.
+    """The indices of the largest elements; nonfinite ones count as larger than all others.
 
     On the CPU `topk` of all takes many times as long as one of candidates, which a sample of
     the elements finds.
@@ -87,13 +87,13 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 
 def _pack(values: Tensor, indices: Tensor, tail: Tensor) -> Tensor:
-    """One row of bytes."""
+    """Encodes indices and values as one row of bytes."""
     pieces = (values, indices.to(torch.int32), tail.to(torch.int8))
     return torch.cat([piece.view(torch.uint8) for piece in pieces])
 
 
 def _unpack(row: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_pack` made a row of."""
+    """The inverse of `_pack`."""
     values, indices, tail = row.split_with_sizes(
         [count * dtype.itemsize, count * 4, len(row) - count * (dtype.itemsize + 4)]
     )
