@@ -1,4 +1,4 @@
-"""Batch norm over fixed groups of samples, whatever the workers."""
+"""Batch norm over fixed groups of samples, independent of the workers."""
 
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ def convert_batch_norm(
     micro_batch: int,
     global_batch: int | None = None,
 ) -> nn.Module:
-    """Replaces each batch norm by one whose statistics are of groups of `group_size` samples.
+    """Replaces each batch norm by one with statistics over groups of `group_size` samples.
 
     [Note: groups of samples] A group is `group_size` consecutive samples of the global batch, so
     that the model is the same on any number of workers:
@@ -129,7 +129,7 @@ class GroupedBatchNorm(_BatchNorm):
         return f"{given}, group_size={self.group_size}"
 
     def _within(self, x: Tensor) -> Tensor:
-        """Groups within this call, one after the other: torch's kernels take no groups."""
+        """Normalises the groups within this call in turn, since torch's kernels take no groups."""
         channels, dtype = self.num_features, statistics_dtype(x)
         total = x.new_zeros(2, channels, dtype=dtype)
         weight = None if self.weight is None else self.weight.to(dtype)
@@ -150,7 +150,7 @@ class GroupedBatchNorm(_BatchNorm):
         return torch.cat(ys)
 
     def _take_in(self, mean: Tensor, var: Tensor, weight: Tensor | float = 1.0) -> None:
-        """One exponential-average step of the running statistics, by torch's rule.
+        """Updates the running statistics by torch's rule, one step of an exponential average.
 
         The `weight` is 0 where no worker of a group had samples: that was no step.
         """
@@ -218,7 +218,7 @@ def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
 
 
 def _normalised_alone(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """A group of one value per channel, which is its own mean; torch's kernel refuses it."""
+    """The normalised group of one value per channel, which torch's kernel refuses."""
     y = x - x if weight is None else (x - x) * per_channel(weight, x)
     y = y if bias is None else y + per_channel(bias, x)
     return y.to(x.dtype)

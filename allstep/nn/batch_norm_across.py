@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are of the samples that several workers have at the same time."""
+"""Batch norm with statistics over several workers' samples of the same time."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from allstep.comm import Communicator
 def batch_norm_across(
     comm: Communicator, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalises by the statistics of all workers' samples together.
+    """Normalises by the statistics over all workers' samples.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias, mean and (biased) var per channel over the
     samples of all workers, each sample counted once: shares may differ, and may be empty.
@@ -112,12 +112,12 @@ class _Normalise(Function):
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """What sums over x are kept in: at least float32."""
+    """The dtype of sums over x: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def all_but_channels(x: Tensor) -> list[int]:
-    """The dims of x, (samples, channels, *), that statistics per channel are over."""
+    """The dims of x, (samples, channels, *), over which statistics per channel are computed."""
     return [0, *range(2, x.dim())]
 
 

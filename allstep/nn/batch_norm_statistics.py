@@ -1,4 +1,4 @@
-"""Which statistics batch norm uses at evaluation: those of training's last step, or fresh ones."""
+"""Batch norm's statistics for evaluation: those of training's last step, or new ones."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,7 +39,7 @@ def keep_last_statistics(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communicator) -> None:
-    """Sets the running statistics to those of all samples, with the weights as they are.
+    """Sets the running statistics to those over all samples, with the present weights.
 
     running_mean = mean(x), running_var = var(x), over all batches on all workers together
 
@@ -98,7 +98,7 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
 
 
 class _Sums:
-    """Sums over a batch norm's inputs, by channel: x, its square and, last, how many there were."""
+    """Sums over a batch norm's inputs by channel: x, its square and, last, their number."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         assert norm.running_mean is not None and norm.running_var is not None
@@ -117,7 +117,7 @@ class _Sums:
         self.total[-1] += num_values
 
     def restore(self) -> None:
-        """Sets the running statistics, or puts them back where nothing came."""
+        """Sets the running statistics, or restores them where there was no input."""
         num_values = self.total[-1]
         if not num_values:
             self.put_back()
@@ -127,7 +127,7 @@ class _Sums:
             self._set(mean, (square - mean.square()).clamp(min=0) * unbiased)
 
     def put_back(self) -> None:
-        """Makes the running statistics what they were."""
+        """Restores the running statistics."""
         self._set(*self._before)
 
     def _set(self, *values: Tensor) -> None:
@@ -137,7 +137,7 @@ class _Sums:
 
 @contextmanager
 def _statistics_alone(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Batch norms use the statistics of each call; all else is as in evaluation."""
+    """Makes batch norms use each call's own statistics, and all other modules evaluate."""
     modes = [(module, module.training) for module in model.modules()]
     settings = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     counts = [None if count is None else count.clone() for _, _, count in settings]

@@ -61,7 +61,7 @@ class _LocalMean(nn.Module):
 
 
 class SubtractiveNorm(_LocalMean):
-    """Takes away the Gaussian mean around each position; see `LocalContrastNorm`.
+    """Subtracts the Gaussian mean around each position; see `LocalContrastNorm`.
 
     y = x - mean(x)
 
@@ -167,6 +167,6 @@ class LocalContrastNorm(nn.Sequential):
 
 
 def _gaussian(size: int) -> tuple[float, ...]:
-    """Weights that sum to 1; the standard deviation is a quarter of the size."""
+    """Gaussian weights that sum to 1; the standard deviation is a quarter of the size."""
     weights = [exp(-((i - size // 2) ** 2) / (2 * (size / 4) ** 2)) for i in range(size)]
     return tuple(weight / sum(weights) for weight in weights)

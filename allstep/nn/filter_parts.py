@@ -1,4 +1,4 @@
-"""Parts of a worker's filters, whose gradients need no copy to become one.
+"""Parts of a worker's filters, whose gradients are joined without a copy.
 
 [Note: gradient buffer] While its halo travels a layer computes with the filters of its inner
 blocks, and then with those around them. Slices of a parameter have gradients of the parameter's
@@ -23,7 +23,7 @@ Place = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Filters:
-    """A part of a weight, and where its gradient goes."""
+    """A part of a weight, and the buffer for its gradient."""
 
     weight: Tensor
     grad_buffer: Callable[[], Tensor] | None = None
@@ -36,7 +36,7 @@ class Filters:
 
 
 def cut_filters(weight: Tensor, places: Sequence[Place]) -> list[Filters]:
-    """Parts of a weight, which together are the whole of it; see [Note: gradient buffer]."""
+    """Divides a weight into parts. [Note: gradient buffer]"""
     if len(places) == 1:
         return [Filters(weight)]
     grad_buffer = _GradientBuffer()
@@ -48,13 +48,13 @@ def cut_filters(weight: Tensor, places: Sequence[Place]) -> list[Filters]:
 
 
 class _GradientBuffer:
-    """The gradient of a weight, which its parts' backwards write to, each in its place."""
+    """A buffer for a weight's gradient, to which the backward of each part writes."""
 
     def __init__(self) -> None:
         self._whole: Tensor | None = None
 
     def part(self, weight: Tensor, place: Place) -> Tensor:
-        """Where a part's gradient goes."""
+        """The part of the buffer for a part's gradient."""
         if self._whole is None:
             self._whole = torch.empty_like(weight)
         return self._whole[place]
@@ -71,7 +71,7 @@ class _GradientBuffer:
 
 
 class _Cut(Function):
-    """Parts of a weight; their gradients are put side by side, not added up."""
+    """Divides a weight; the parts' gradients are joined, not added up."""
 
     @staticmethod
     def forward(

@@ -27,7 +27,7 @@ _CUDA_BUFFER_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Fields:
-    """Where the receptive fields are.
+    """The positions of the receptive fields.
 
     Attributes:
         kernel: rows and columns of a receptive field.
@@ -40,7 +40,7 @@ class Fields:
     cpu_buffer_bytes: int = 1 << 20
 
     def input_shape(self, blocks: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns that so many blocks see.
+        """Rows and columns of the input that a number of blocks see.
 
         >>> Fields((3, 3), (2, 2)).input_shape((2, 4))
         (5, 9)
@@ -66,7 +66,7 @@ class Fields:
         )
 
     def overlap(self) -> int:
-        """Receptive fields of a row that are so many blocks apart do not overlap."""
+        """The distance in blocks at which receptive fields of a row do not overlap."""
         return -(-self.kernel[1] // self.stride[1])
 
 

@@ -41,7 +41,7 @@ class _Blocks(PartOfArray):
         self._fields = Fields(_two(windows.reach.kernel), _two(windows.reach.stride))
 
     def _checked(self, x: Tensor, channels: int) -> Tensor:
-        """The input, of the weight's dtype under autocast, which casts no products into a buffer.
+        """The input; under autocast, which casts no products into a buffer, in the weight's dtype.
 
         Raises:
             UsageError: unless weight and input fit this worker's blocks.
@@ -74,7 +74,7 @@ class _Blocks(PartOfArray):
         return dict(zip(parts, cut_filters(self.weight, places), strict=True))
 
     def extra_repr(self) -> str:
-        """What torch's layers show."""
+        """The layer's arguments, as torch's layers show them."""
         reach, block = self._windows.reach, (self.depth, *self._windows.block)
         return (
             f"{self.in_channels}, kernel_size={reach.kernel}, stride={reach.stride}, block={block}"

@@ -57,12 +57,12 @@ class OverWindows:
 
     @cached_property
     def input_windows(self) -> tuple[Window, ...]:
-        """What each worker needs of the input, by rank."""
+        """The part of the input that each worker needs, by rank."""
         return tuple(self.reach.inputs(window) for window in self.out_layout.windows)
 
     @cached_property
     def is_local(self) -> bool:
-        """Has every worker what it needs?"""
+        """Whether every worker has all inputs that it needs."""
         ranks = range(self.grid.size)
         plans = (plan_halo(self.in_layout, self.input_windows, rank) for rank in ranks)
         return not any(plan.receives for plan in plans)
@@ -112,7 +112,7 @@ class OverWindows:
         return self._joined(parts)
 
     def backward_of_inputs(self, y: Tensor, compute: Compute) -> Tensor:
-        """The transpose of `forward`: what this worker's inputs get from all workers' outputs.
+        """The transpose of `forward`: the gradient of this worker's inputs by all workers' outputs.
 
         Args:
             y: this worker's part of the output.
@@ -138,7 +138,7 @@ class OverWindows:
         return _cut(x, self.own, self.reach.inputs(outputs), self.first_dim, self.fill)
 
     def _home(self, x: Tensor, outputs: Window) -> Tensor:
-        """What these outputs give to this worker's inputs, zeros elsewhere."""
+        """The gradient that some outputs give to this worker's inputs, zeros elsewhere."""
         return _cut(x, self.reach.inputs(outputs), self.own, self.first_dim, 0.0)
 
     def _part(self, y: Tensor, outputs: Window) -> Tensor:
@@ -156,7 +156,7 @@ class OverWindows:
 
 
 def _cat(parts: Mapping[Window, Tensor | None], order: Sequence[Window], dim: int) -> Tensor | None:
-    """Those parts that there are, side by side."""
+    """Concatenates the parts that are not None."""
     found = [part for part in map(parts.get, order) if part is not None]
     return (torch.cat(found, dim) if len(found) > 1 else found[0]) if found else None
 

@@ -19,7 +19,7 @@ from allstep.nn.windows.window import check_layout
 
 
 class _Pool2d(nn.Module):
-    """What the three have in common: their windows."""
+    """The base class of the three layers: their windows."""
 
     _fill: ClassVar[float] = 0.0  # outside of the array
     _first_dim: ClassVar[int] = -2  # of the tensors' dims that are the array's
@@ -58,13 +58,13 @@ class _Pool2d(nn.Module):
         self._windows = OverWindows(grid, in_layout, out_layout, reach, self._first_dim, self._fill)
 
     def extra_repr(self) -> str:
-        """What torch's layers show."""
+        """The layer's arguments, as torch's layers show them."""
         reach = self._reach
         return f"kernel_size={reach.kernel}, stride={reach.stride}, padding={reach.padding}"
 
 
 def _with_last_windows(reach: Reach, in_shape: Sequence[int]) -> Reach:
-    """With room behind the array for a last window that begins in it, as torch's `ceil_mode`."""
+    """A reach padded for a last window that begins in the array, as with torch's `ceil_mode`."""
     padding = []
     for dim, length in enumerate(in_shape):
         before, after = reach.padding[dim]
@@ -142,7 +142,7 @@ class AvgPool2d(_Pool2d):
         return means / (shares[0][:, None] * shares[1])
 
     def _shares(self, dim: int, outputs: Window, like: Tensor) -> Tensor:
-        """How much of each output's receptive field counts."""
+        """The share of each output's receptive field that counts."""
         length, kernel = self.in_layout.shape[dim], self._reach.kernel[dim]
         padding = self._reach.padding[dim][0]
         margin = padding if self.count_include_pad else 0

@@ -14,7 +14,7 @@ from allstep.device import drawn_seed
 
 
 def replicated(comm: Communicator, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same parameters, whose gradient is the sum over the workers.
+    """The parameters, with gradients that are summed over the workers.
 
     Each worker sees a part of the array, so its own gradient is a part of the whole. With this
     the gradient is whole on every worker, and equal parameters stay equal.
@@ -62,7 +62,7 @@ def generator_at(seed: int, *position: int) -> torch.Generator:
 
 
 def seed_at(seed: int, place: object) -> int:
-    """A seed of 63 bits that depends on both; `place` is plain data.
+    """A seed of 63 bits that depends on a seed and on `place`, which is plain data.
 
     >>> seed_at(0, "encoder") == seed_at(0, "decoder")
     False

@@ -1,4 +1,4 @@
-"""Features that torch's styles shard along the sequence: norms, dropout, parts of equal size."""
+"""Norms and dropout for torch's sequence-sharding styles, and checks for equal parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from allstep.nn.replicated import replicated
 
 
 def by_position(style: ParallelStyle, comm: Communicator) -> ParallelStyle:
-    """The style, or for `SequenceParallel` one whose norms and dropout need no DTensors.
+    """The style; for `SequenceParallel` one with norms and dropout that need no DTensors.
 
     Args:
         style: any.
@@ -28,7 +28,7 @@ def by_position(style: ParallelStyle, comm: Communicator) -> ParallelStyle:
 
 
 class _ByPosition(SequenceParallel):
-    """torch's, but for norms and dropout, which take each position by itself.
+    """torch's style, with norms and dropout that compute each position on its own.
 
     [Note: by position] They compute with the plain local part, as an operation of DTensors takes a
     CPU longer than such a layer. The gradients of a norm are summed over the workers in one
@@ -90,7 +90,7 @@ class _OfPart(nn.Module):
         )
 
     def _compute(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Of a part of a tensor of this shape."""
+        """The layer's output for a part of a tensor of the given shape."""
         raise NotImplementedError
 
 
@@ -125,7 +125,7 @@ _KINDS: dict[type[nn.Module], type[_OfPart]] = {
 
 
 class EvenParts(ParallelStyle):
-    """A style, and an error where it would cut tensors in parts of unequal sizes.
+    """A style that raises an error where it would cut tensors into unequal parts.
 
     A layer that takes a local part takes it for 1/size of the whole: of unequal ones torch's
     collectives send too few or too many bytes, which ends a process of Gloo. DTensors know the
@@ -161,7 +161,7 @@ def _compared(
     module: nn.Module,
     *values: Any,
 ) -> Any:
-    """What a hook makes of (args,) or (args, kwargs), or of the output behind them."""
+    """A hook's result for (args,) or (args, kwargs), or for the output behind them."""
     found = hook(module, *values)
     if found is not None:
         compare(_sizes(values[-1:] if is_of_output else values), _sizes(found))
@@ -182,7 +182,7 @@ def _check_even(
 
 
 def _sizes(value: Any) -> list[torch.Size]:
-    """Of a tensor, or of those in tuples, lists and dicts."""
+    """The sizes of a tensor, or of the tensors in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value.shape]
     if isinstance(value, Mapping):

@@ -75,7 +75,7 @@ class AutoencoderStage(nn.Module):
 
     @property
     def num_neurons(self) -> int:
-        """Of the filtering layer, on all workers together."""
+        """The number of neurons of the filtering layer, on all workers together."""
         layer = self.filtering
         return layer.depth * Window.whole(layer.out_layout.shape).num_positions
 
@@ -86,7 +86,7 @@ class AutoencoderStage(nn.Module):
 
     @torch.no_grad()
     def some_filters(self, numbers: Tensor) -> Tensor:
-        """Some of all workers' filters, the same on all; all workers call it.
+        """Some filters of all workers, the same on each. Collective.
 
         Args:
             numbers: of the filters, in the order of rows, columns and maps of the whole layer.
@@ -107,7 +107,7 @@ class AutoencoderStage(nn.Module):
         return self.grid.comm.all_reduce(chosen)
 
     def divided(self, x: Tensor, *, is_first_copy: bool = True) -> DividedTensor:
-        """What is of the filters' shape, as a leaf of a state; see there."""
+        """A tensor of the filters' shape as a divided leaf of a state."""
         layout = self.filtering.block_layout
         shape = (*layout.shape, *x.shape[len(layout.shape) :])
         x = x.detach()
@@ -193,7 +193,7 @@ class SparseAutoencoder(nn.Module):
         self.scale.copy_(above / below.clamp_min(torch.finfo(below.dtype).tiny))
 
     def project(self) -> None:
-        """Gives all filters, of the decoder too, a norm of 1 again."""
+        """Divides all filters, the decoder's too, by their norms."""
         normalise_filters(self.stage.filtering.weight)
         if self.decoder.weight is not self.stage.filtering.weight:
             normalise_filters(self.decoder.weight)
@@ -296,7 +296,7 @@ class StageTraining:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from what `state` gave, each tensor the stage's `local_part` of it."""
+        """Loads a result of `state`, each tensor as the stage's `local_part` of it."""
         for name, parameter in self._parameters():
             parameter.copy_(state[name])
             momentum = state[f"{name}.momentum"].to(parameter)
@@ -304,7 +304,7 @@ class StageTraining:
         self._has_scale = True
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """By the names that a checkpoint has for them."""
+        """The parameters by their names in a checkpoint."""
         autoencoder = self.autoencoder
         named = [("filters", autoencoder.stage.filtering.weight), ("scale", autoencoder.scale)]
         if autoencoder.decoder.weight is not autoencoder.stage.filtering.weight:

@@ -123,7 +123,7 @@ class _LocalShards(ShardHook):
             )
 
     def register(self) -> None:
-        """Has the module's calls begin and end here."""
+        """Registers the hooks around the module's forward pass."""
         self._module.register_forward_pre_hook(self)
         self._module.register_forward_hook(self._give_back, always_call=True)
 
@@ -146,14 +146,14 @@ class _LocalShards(ShardHook):
 
 
 def _watch_backward(which: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Has the way back of a layer's output refused where it is to be differentiated again."""
+    """Makes a layer's backward pass fail if it is to be differentiated again."""
     for value in output if isinstance(output, tuple | list) else (output,):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(partial(_refuse_graph, which))  # type: ignore[no-untyped-call]
 
 
 def _refuse_graph(which: str, gradient: Tensor) -> None:
-    """In such a backward pass alone grad mode is on."""
+    """Raises UsageError in a backward pass with `create_graph=True`: only there grad mode is on."""
     if torch.is_grad_enabled():
         raise UsageError(
             f"`create_graph` (=True): torch's DTensors lose the graph of a backward pass, so that a"
@@ -163,7 +163,7 @@ def _refuse_graph(which: str, gradient: Tensor) -> None:
 
 
 def _check_convolution(which: str, convolution: _ConvNd, inputs: tuple[Any, ...]) -> None:
-    """Refuses an input of which torch would take a worker's part for the whole."""
+    """Raises UsageError for an input of which torch would take a worker's part for the whole."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     x = inputs[0]
@@ -179,7 +179,7 @@ def _check_convolution(which: str, convolution: _ConvNd, inputs: tuple[Any, ...]
 
 
 def _layout(tensor: "DTensor") -> dict[str, Any]:
-    """What `DTensor.from_local` takes beside the local part."""
+    """The arguments of `DTensor.from_local` beside the local part."""
     return {
         "device_mesh": tensor.device_mesh,
         "placements": tensor.placements,
@@ -190,7 +190,7 @@ def _layout(tensor: "DTensor") -> dict[str, Any]:
 
 
 def _refuse_shared(model: nn.Module) -> None:
-    """`parallelize_module` would part them in silence."""
+    """Raises UsageError for a parameter of several modules, which torch would separate silently."""
     names_of: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(p), []).append(f"`{name}`")

@@ -57,7 +57,7 @@ class _Spread(Function):
 
 
 def _every(x: Tensor, r: int, num_weights: int, stride: int, dim: int) -> Tensor:
-    """What has place r in each window."""
+    """The elements at position r of each window."""
     last = (x.shape[dim] - num_weights) // stride * stride
     slices = [slice(None)] * x.dim()
     slices[dim] = slice(r, r + last + 1, stride)
