@@ -1,4 +1,4 @@
-"""`allstep advise`: whether scaling pays, how, and up to how many workers; before you do it."""
+"""`allstep advise`: predicts whether scaling pays, how, and up to how many workers."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -115,7 +115,7 @@ def _mesh(known: Namespace, subject: Subject, name: str | None) -> int:
 
 
 def _lent_speed(known: Namespace, name: str | None, cluster: Cluster) -> str:
-    """What a model whose time isn't given is taken to be like; "" if it is."""
+    """The model whose speed is assumed where no time is given; "" if one is."""
     if name is not None or known.step_ms is not None:
         return ""
     of = f" of {cluster.workload}" if cluster.workload else ""
@@ -123,7 +123,7 @@ def _lent_speed(known: Namespace, name: str | None, cluster: Cluster) -> str:
 
 
 def _compare(known: Namespace, advise: Callable[..., Advice], answers: Sequence[Answer]) -> None:
-    """Puts what every policy took on the workers at hand beside the prediction."""
+    """Compares every policy's step on the workers at hand with its prediction."""
     last = answers[-1]
     job = _with_length(known, last.job)
     found = [(answer, prediction) for answer in answers for prediction in answer.predictions]
@@ -153,7 +153,7 @@ def _target(known: Namespace, job: TrainingSpec) -> Target | None:
 
 
 def _with_length(known: Namespace, job: TrainingSpec) -> TrainingSpec:
-    """The training with the length that a flag gives it, if one does; a price needs one."""
+    """The training with the length from a flag, if there is one; a price needs a length."""
     job = replace(job, total_samples=known.total_samples or job.total_samples)
     _check_length(known, job.total_samples)
     return job

@@ -1,4 +1,4 @@
-"""What `--mesh` has to know of a model that is no recipe: blocks, and the optimizer's states."""
+"""The blocks and optimizer states of a model that is no recipe, for `--mesh`."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -16,7 +16,7 @@ _ADAMW_STATES = 2.0
 
 
 class GivenBlocks:
-    """Blocks as `--transformer` says them.
+    """The blocks that `--transformer` describes.
 
     Args:
         known: the flags of `allstep advise`.
@@ -26,23 +26,23 @@ class GivenBlocks:
         self._known = known
 
     def check_mesh(self, mesh: MeshSpec) -> None:
-        """Refuses what doesn't divide, and blocks that aren't given."""
+        """Raises UsageError for a mesh that does not divide the blocks, or without blocks."""
         blocks = self._blocks()
         blocks.check_tensor(mesh.tensor)
         check_pipeline(blocks, mesh, self._micro_batch, self._known.global_batch)
 
     @property
     def longest_pipeline(self) -> int:
-        """As many workers as there are blocks; 1 without a batch of several micro-batches."""
+        """The number of blocks; 1 without a batch of several micro-batches."""
         return 1 if self._known.global_batch is None else self._blocks().depth
 
     @property
     def _micro_batch(self) -> int | None:
-        """Its samples, where that is known before anything is measured."""
+        """The samples of a micro-batch, if that is known before measuring."""
         return None
 
     def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
-        """Its blocks, and the optimizer's states of a parameter."""
+        """The blocks, and the optimizer's states of a parameter."""
         blocks = replace(self._blocks(), activation_bytes=micro.element_bytes)
         given = self._known.states_per_param
         return blocks, _ADAMW_STATES if given is None else given
@@ -68,7 +68,7 @@ def check_pipeline(
     micro_batch: int | None,
     global_batch: int | None,
 ) -> None:
-    """Refuses more stages than blocks, and fewer micro-batches than workers along `pipeline`."""
+    """Raises UsageError for too many stages for the blocks or the micro-batches."""
     if mesh.pipeline == 1:
         return
     stages = PipelineSpec(transformer=blocks, mesh=mesh)
@@ -78,6 +78,6 @@ def check_pipeline(
 
 
 def num_states(optimizer: Optimizer) -> int:
-    """Numbers that it keeps, but for single ones such as counts of steps."""
+    """How many numbers an optimizer keeps for each parameter, without counts of steps."""
     states = (state for of in optimizer.state.values() for state in of.values())
     return sum(state.numel() for state in states if torch.is_tensor(state) and state.dim())

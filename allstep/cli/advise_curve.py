@@ -1,4 +1,4 @@
-"""What `allstep advise` takes from the file of `allstep curve`."""
+"""Reads the file of `allstep curve` for `allstep advise`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from allstep.plan import Growth, Interval
 
 
 def read_growth(path: Path, recipe: str | None) -> Growth:
-    """What a learning curve says beyond the samples that there are.
+    """The extrapolation of a learning curve beyond the present samples.
 
     Args:
         path: of a curve.json.

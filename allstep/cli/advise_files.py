@@ -12,7 +12,7 @@ from allstep.plan import Prediction, plain_data
 
 
 def check_files(known: Namespace) -> None:
-    """Refuses files that can't be written, before anything is done for them."""
+    """Raises UsageError for files that can't be written, before any work is done."""
     if known.json is not None:
         check_writable("json", known.json)
     if known.plot is not None:
@@ -20,14 +20,14 @@ def check_files(known: Namespace) -> None:
 
 
 def write_files(known: Namespace, advice: Advice) -> None:
-    """Writes what was asked for."""
+    """Writes the files that were requested."""
     write_plain(known, plain_advice(advice))
     if known.plot is not None:
         _write_plot(known.plot, advice)
 
 
 def write_plain(known: Namespace, plain: dict[str, Any]) -> None:
-    """Writes all numbers as JSON, if that was asked for."""
+    """Writes all numbers as JSON, if requested."""
     if known.json is None:
         return
     with writing_errors(f"`json` (={known.json})"):
@@ -35,7 +35,7 @@ def write_plain(known: Namespace, plain: dict[str, Any]) -> None:
 
 
 def plain_advice(advice: Advice) -> dict[str, Any]:
-    """All numbers as plain data; `null` for what isn't known or wasn't asked for."""
+    """All numbers as plain data; None for unknown values and those that were not requested."""
     found, micro = advice.recommendation, advice.job.micro
     return {
         "params": micro.num_params,
@@ -86,7 +86,7 @@ def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
 
 
 def _write_plot(path: Path, advice: Advice) -> None:
-    """Draws efficiency over workers."""
+    """Plots the efficiency over the number of workers."""
     figure = new_figure()
     axes = figure.subplots()
     for name, row in advice.policies.items():

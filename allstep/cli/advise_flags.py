@@ -30,7 +30,7 @@ _EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --w
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of `allstep advise`; those of a recipe come on top."""
+    """The parser of `allstep advise`'s flags; a recipe's own are added."""
     parser = argparse.ArgumentParser(
         prog="allstep advise",
         usage="allstep advise --params N --step-ms MS (--link RATE | --cluster NAME) [flags]\n"
@@ -201,7 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def refuse_given(known: Namespace, names: Iterable[str], why: str) -> None:
-    """Refuses flags that don't go with others.
+    """Raises UsageError for flags that exclude each other.
 
     Args:
         known: the flags.
@@ -217,7 +217,7 @@ def refuse_given(known: Namespace, names: Iterable[str], why: str) -> None:
 
 
 def check_numbers(known: Namespace) -> None:
-    """Refuses numbers out of range by the flags that hold them, and reads those that have units."""
+    """Raises UsageError for numbers out of range, and converts those with units."""
     for name in ("micro_batch", "per_node", "stages_per_worker"):
         value = getattr(known, name)
         if value is not None:
@@ -247,7 +247,7 @@ def check_numbers(known: Namespace) -> None:
 
 
 def read_price(known: Namespace) -> Price | None:
-    """What machines cost; None if it wasn't given."""
+    """The price of the machines; None if it was not given."""
     names = ("interruptions_per_day", "restart_s", "checkpoint_every_s")
     if known.price_per_hour is None:
         why = "counts in what the training costs; give `--price-per-hour`, too."
@@ -261,7 +261,7 @@ def read_price(known: Namespace) -> Price | None:
 def read_machines(
     known: Namespace, counts: Sequence[int] | None = None
 ) -> tuple[Cluster, list[int]]:
-    """The cluster, and the numbers of workers that are asked about.
+    """The cluster, and the numbers of workers to predict.
 
     Args:
         known: flags that `check_numbers` has let through.
@@ -283,7 +283,7 @@ def read_machines(
 
 
 def _usual_counts(per_node: int, num_nodes: int) -> list[int]:
-    """Powers of two in a node and of nodes, and all workers.
+    """Powers of two within a node, of whole nodes, and all workers.
 
     >>> _usual_counts(6, 5)
     [1, 2, 4, 6, 12, 24, 30]
@@ -294,7 +294,7 @@ def _usual_counts(per_node: int, num_nodes: int) -> list[int]:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """From 1 up to that number."""
+    """The powers of two from 1 up to a number."""
     return [1 << exponent for exponent in range(most.bit_length())]
 
 

@@ -1,4 +1,4 @@
-"""`allstep advise --measure`: every policy for real, on the workers at hand."""
+"""`allstep advise --measure`: runs every policy on the workers at hand."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ def worker_counts(known: Namespace, num_local: tuple[int, int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What some workers found.
+    """The measurements of some workers.
 
     Attributes:
         job: with compute as measured on them.
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def predictions(self) -> Sequence[Prediction]:
-        """Of every policy that was run, from these alone."""
+        """The predictions of every policy that was run, from these measurements alone."""
         policies = [policy for policy in POLICIES if policy.name in self.measured_s]
         return _predict(self.job, self.measurements, policies)
 
@@ -122,7 +122,7 @@ def _join(
 
 
 def ask_first(comm: Communicator, ask: Callable[[], Question]) -> Question:
-    """The question of rank 0, on all workers. Collective.
+    """Rank 0's question, on all workers. Collective.
 
     A script is run to know it: once, and by one worker.
     """
@@ -175,7 +175,7 @@ def answer_worker(
 def _training(
     comm: Communicator, question: Question
 ) -> tuple[Callable[[], Training], int, int | None]:
-    """What makes the training anew, samples of a micro-batch and of the whole training."""
+    """A function that makes the training, and the samples of a micro-batch and of all data."""
     if question["recipe"] is not None:
         recipe = data_parallel(recipe_from_plain(question["recipe"]))
         make_training, total_samples = recipe_training(recipe, comm)

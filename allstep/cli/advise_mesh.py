@@ -39,7 +39,7 @@ _POLICY = next(policy for policy in POLICIES if policy.name == "fp32")
 
 
 def check_mesh_flags(known: Namespace) -> None:
-    """Refuses flags that go with a mesh without one, and those that don't with one."""
+    """Raises UsageError for flags that need a mesh without one, or that exclude one."""
     if known.mesh is None:
         refuse_given(
             known,
@@ -55,7 +55,7 @@ def check_mesh_flags(known: Namespace) -> None:
 def read_meshes(
     known: Namespace, subject: Subject
 ) -> tuple[Cluster, Sequence[MeshSpec], dict[MeshSpec, str]]:
-    """The machines and the meshes that flags name; mistakes show before anything is measured.
+    """The machines and meshes of the flags; raises UsageError before anything is measured.
 
     Returns:
         The machines; meshes of as many workers, the least divided first; those of `--mesh auto`
@@ -110,7 +110,7 @@ def _check_workers(known: Namespace, mesh: MeshSpec) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAnswer:
-    """What was asked and found.
+    """The question, the predictions and the recommendation.
 
     Attributes:
         cluster, meshes, refused: as from `read_meshes`.
@@ -131,7 +131,7 @@ class MeshAnswer:
 
     @cached_property
     def advice(self) -> MeshAdvice:
-        """The predictions and what follows."""
+        """The predictions and the recommendation."""
         found = recommend_mesh(
             self.job,
             self.transformer,
@@ -146,7 +146,7 @@ class MeshAnswer:
 
 
 def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
-    """Prints a row for each mesh, what drops out, and what to do."""
+    """Prints a row for each mesh, the excluded meshes, and the recommendation."""
     advice = found.advice  # whose errors come before any output
     console = make_console()
     words = assumptions(found.cluster, found.job, found.lent_speed, "copy")
@@ -174,7 +174,7 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
 
 
 def _table(found: MeshAnswer) -> Table:
-    """The fastest first; a star marks the recommendation."""
+    """The table of meshes, the fastest first; a star marks the recommendation."""
     titles = ("mesh", "step", "waits", "GiB a worker", "samples/s", "tokens/s", "speed-up")
     table = make_table(*titles, left=["mesh"], gap=1)
     for option in found.advice.options:
@@ -194,7 +194,7 @@ def _table(found: MeshAnswer) -> Table:
 
 
 def plain_mesh(found: MeshAnswer) -> dict[str, Any]:
-    """All numbers as plain data; `null` for what isn't known or wasn't asked for."""
+    """All numbers as plain data; None for unknown values and those that were not requested."""
     micro, advice = found.job.micro, found.advice
     return {
         "params": micro.num_params,

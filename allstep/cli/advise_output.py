@@ -1,4 +1,4 @@
-"""Advice as tables and as characters."""
+"""Prints advice as tables and charts of characters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
 
 @dataclass(frozen=True)
 class Bill:
-    """What a whole training costs.
+    """The cost of a whole training.
 
     Attributes:
         num_machines: that are paid.
@@ -45,7 +45,7 @@ class Bill:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The question, the predictions and what follows.
+    """The question, the predictions and the recommendation.
 
     Attributes:
         job, cluster, target, accuracy: what was asked about, and what is known of accuracy.
@@ -70,18 +70,18 @@ class Advice:
 
     @cached_property
     def recommendation(self) -> Recommendation:
-        """What to do."""
+        """The recommendation in words."""
         most = self.max_points_lost
         return recommend(self.predictions, self.accuracy, max_points_lost=most, target=self.target)
 
     @property
     def worker_counts(self) -> list[int]:
-        """The columns."""
+        """The numbers of workers, which are the columns."""
         return sorted({p.num_workers for p in self.predictions})
 
     @property
     def policies(self) -> dict[str, dict[int, Prediction]]:
-        """The rows: each policy's predictions by number of workers."""
+        """Policy -> its predictions by number of workers, which are the rows."""
         rows: dict[str, dict[int, Prediction]] = {}
         for p in self.predictions:
             rows.setdefault(p.policy.name, {})[p.num_workers] = p
@@ -89,21 +89,21 @@ class Advice:
 
     @property
     def one_worker(self) -> Prediction | None:
-        """One worker, if it was asked about; with any policy, as nothing is exchanged."""
+        """The prediction of one worker, if requested; of any policy, as nothing is exchanged."""
         return next((p for p in self.predictions if p.num_workers == 1), None)
 
     def label(self, prediction: Prediction) -> str:
-        """The policy, where there is an exchange."""
+        """The policy's name, if there is an exchange."""
         return prediction.policy.name if prediction.num_workers > 1 else "one worker"
 
     @property
     def worth_showing(self) -> list[Prediction]:
-        """One worker, and of each other number of workers what may be recommended."""
+        """The prediction of one worker, and for each other number those that may be recommended."""
         lone = self.one_worker
         return [*([] if lone is None else [lone]), *self.recommendation.best]
 
     def bill(self, prediction: Prediction) -> Bill | None:
-        """What the training costs with a prediction; None if it isn't known."""
+        """The cost of the training by a prediction; None if it is not known."""
         undisturbed_s = work_s(prediction, self.target)
         if self.price is None or undisturbed_s is None:
             return None
@@ -156,7 +156,7 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
 def assumptions(
     cluster: Cluster, job: TrainingSpec, lent_speed: str, sharer: str = "worker"
 ) -> str:
-    """What predictions rest on: the machines, a micro-batch's step, the batch of a `sharer`."""
+    """The predictions' assumptions: machines, a micro-batch's time, the batch of a `sharer`."""
     micro, batch = job.micro, job.global_batch
     link = cluster.inter or cluster.intra
     slowdowns = (timed.compute_slowdown for timed in cluster.collectives)
@@ -193,7 +193,7 @@ def _cell(prediction: Prediction, advice: Advice) -> str:
 
 
 def _long(advice: Advice) -> Table:
-    """A line for each cell, for narrow terminals and many numbers of workers."""
+    """The table with a line for each cell, for narrow terminals and many numbers of workers."""
     table = _make_table("workers", "step", "eff.", "policy")
     for count in advice.worker_counts:
         for name, row in advice.policies.items():
@@ -205,7 +205,7 @@ def _long(advice: Advice) -> Table:
 
 
 def _costs(advice: Advice) -> Table:
-    """What each policy costs in accuracy, where the cells have no room for it."""
+    """Each policy's cost in accuracy, where the cells have no room for it."""
     table = _make_table("accuracy cost", "policy")
     for name, row in advice.policies.items():
         policy = next(iter(row.values())).policy
@@ -214,7 +214,7 @@ def _costs(advice: Advice) -> Table:
 
 
 def _beside(advice: Advice) -> Table:
-    """Measured beside predicted; speed is in samples per second against one worker."""
+    """A table of measured and predicted speeds, in samples per second relative to one worker."""
     table = _make_table("workers", "predicted", "measured", "error", "speed", "policy")
     one_worker = advice.one_worker
     for p in (p for p in advice.predictions if p.num_workers > 1 or p is one_worker):
@@ -232,7 +232,7 @@ def _beside(advice: Advice) -> Table:
 
 
 def _to_target(advice: Advice, target: Target) -> Table:
-    """What larger batches cost, and what they leave of the speed-up of what may be recommended."""
+    """The cost of larger batches, and the speed-up that remains with them."""
     table = _make_table("workers", "batch", "samples to target", "speed-up to target", "policy")
     for p in advice.worth_showing:
         table.add_row(
@@ -246,7 +246,7 @@ def _to_target(advice: Advice, target: Target) -> Table:
 
 
 def _bills(advice: Advice) -> Table:
-    """Hours and cost of the whole training; a star marks the cheapest."""
+    """A table of hours and cost of the whole training; a star marks the cheapest."""
     table = _make_table("workers", "machines", "hours", "cost", "policy")
     bills = [(p, bill) for p in advice.worth_showing if (bill := advice.bill(p)) is not None]
     cheapest = min((bill.total for _, bill in bills), default=0.0)

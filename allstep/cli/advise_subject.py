@@ -1,4 +1,4 @@
-"""What `allstep advise` is asked about: bare numbers, a recipe or a script."""
+"""The subject of `allstep advise`: bare numbers, a recipe or a script."""
 
 import sys
 import tempfile
@@ -41,7 +41,7 @@ Launch = Callable[[Workers], int]
 
 
 class Question(TypedDict):
-    """What workers are to train, as plain data.
+    """The training that workers run, as plain data.
 
     Attributes:
         recipe: whose compute is real.
@@ -55,23 +55,23 @@ class Question(TypedDict):
 
 
 class Subject(Protocol):
-    """A training that somebody wants to scale."""
+    """A training that is to be scaled."""
 
     def job(self, cluster: Cluster) -> TrainingSpec:
-        """Its numbers, measured here if they have to be."""
+        """The numbers of the training, measured here if necessary."""
 
     def question(self) -> Question:
-        """What workers need to run it for real."""
+        """The description from which workers run the training."""
 
     def check_mesh(self, mesh: MeshSpec) -> None:
-        """Refuses a mesh over which its model can't be divided; before anything is measured."""
+        """Raises UsageError for a mesh that can't divide the model, before anything is measured."""
 
     @property
     def longest_pipeline(self) -> int:
-        """Workers along `pipeline` at most, of the meshes that `--mesh auto` tries."""
+        """The most workers along `pipeline` among the meshes that `--mesh auto` tries."""
 
     def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
-        """Its blocks, and the optimizer's states of a parameter; after `job`."""
+        """The blocks, and the optimizer's states of a parameter; call `job` first."""
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[str | None, Namespace, list[str]]:
@@ -90,7 +90,7 @@ def read_command_line(arguments: Sequence[str]) -> tuple[str | None, Namespace, 
 
 
 def is_script(name: str) -> bool:
-    """Whether it names a user's script, not a recipe."""
+    """Whether a name is that of a user's script, not of a recipe."""
     return name.endswith(".py") or "/" in name
 
 
@@ -112,7 +112,7 @@ def _read_recipe(name: str, flags: Sequence[str]) -> Recipe:
 def read_subject(
     known: Namespace, name: str | None, rest: Sequence[str], launch: Launch
 ) -> Subject:
-    """The training that a command line means; mistakes show before anything is measured.
+    """The training that a command line describes; raises UsageError before anything is measured.
 
     Args:
         known: the flags of `allstep advise`.
@@ -150,7 +150,7 @@ class _BareNumbers(GivenBlocks):
         return _MICRO_BATCH if self._known.micro_batch is None else int(self._known.micro_batch)
 
     def _workload(self, known_step_s: float | None) -> Workload:
-        """A micro-batch; `known_step_s` is what the cluster's file says, if it does."""
+        """A micro-batch's workload; `known_step_s` is from the cluster's file, if it has one."""
         known = self._known
         if known.params is None:
             raise UsageError(
@@ -299,7 +299,7 @@ def _sleeping(workload: Workload, global_batch: int | None) -> Question:
 def recipe_training(
     recipe: Recipe, comm: Communicator
 ) -> tuple[Callable[[], Training], int | None]:
-    """What makes a recipe's model and optimizer anew, for steps on its first micro-batch.
+    """A function that makes a recipe's model and optimizer, for steps on its first micro-batch.
 
     The second is the samples of the whole training; None if the batch changes on the way, or the
     training set has no length.

@@ -22,7 +22,7 @@ _WITH_DRIVERS = (
 
 @dataclass(frozen=True)
 class CloudNodes:
-    """What a template has nodes of.
+    """The nodes of a template.
 
     Attributes:
         count: of nodes.
@@ -39,7 +39,7 @@ class CloudNodes:
     price_per_hour: float | None = None
 
     def check(self) -> None:
-        """Raises UsageError where there can't be such nodes."""
+        """Raises UsageError if there can't be such nodes."""
         check_integer("nodes", self.count)
         if self.count > _MAX_NODES:
             raise UsageError(f"`nodes` (={self.count}) must be at most {_MAX_NODES}.")
@@ -78,14 +78,14 @@ class CloudNodes:
 
     @property
     def num_workers(self) -> int | None:
-        """Of all nodes; None where each has one for each of its GPUs."""
+        """The workers of all nodes; None if each node has one for each of its GPUs."""
         if self.has_gpu and self.workers_per_node is None:
             return None
         return self.count * (self.workers_per_node or 1)
 
     @property
     def image(self) -> str:
-        """The parameter of AWS that names the newest Ubuntu, with drivers where it has GPUs."""
+        """The AWS parameter with the newest Ubuntu image, with drivers for nodes with GPUs."""
         is_arm = re.match(r"[a-z]+\d+g|a1\.|p\d+\w*-gb", self.instance) is not None
         if self.has_gpu:
             return _WITH_DRIVERS.format("arm64" if is_arm else "x86_64")
@@ -93,7 +93,7 @@ class CloudNodes:
 
 
 def efa_instances() -> list[str]:
-    """Types of EC2 that have an Elastic Fabric Adapter.
+    """The EC2 instance types with an Elastic Fabric Adapter.
 
     >>> "c7i.48xlarge" in efa_instances(), "c7i.8xlarge" in efa_instances()
     (True, False)
@@ -137,7 +137,7 @@ def make_template(nodes: CloudNodes, train: Sequence[str]) -> dict[str, Any]:
 
 
 def _boot(nodes: CloudNodes, words: str, template: dict[str, Any]) -> list[Any]:
-    """Parts of the script of a node's first boot; what CloudFormation knows lies between."""
+    """The parts of a node's boot script, between which CloudFormation inserts its values."""
     workers = nodes.workers_per_node or ("gpu" if nodes.has_gpu else 1)
     return [
         "#!/bin/bash\nFILE_SYSTEM=",

@@ -18,7 +18,7 @@ from allstep.recipes import Recipe
 
 
 def run(arguments: list[str]) -> int:
-    """Writes a CloudFormation template; a mistake is told before."""
+    """Writes a CloudFormation template, after all checks."""
     number = arguments.index("--") if "--" in arguments else len(arguments)
     known = _parser().parse_args(arguments[:number])
     nodes = CloudNodes(
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_train(train: Sequence[str], num_workers: int | None) -> None:
-    """Looks at what the nodes are to train; of their data they know more.
+    """Checks the command that the nodes run, except for its data, which only the nodes have.
 
     Args:
         train: what follows `--`.
@@ -93,7 +93,7 @@ def _check_train(train: Sequence[str], num_workers: int | None) -> None:
 
 
 def _advise(nodes: CloudNodes, output: Path | None) -> None:
-    """What it costs, and what to type next."""
+    """Prints the cost and the next commands."""
     lines = []
     if nodes.has_efa and not nodes.has_gpu:
         lines.append("note: an EFA speeds up NCCL; Gloo, which CPUs use, sends as by Ethernet.")

@@ -1,4 +1,4 @@
-"""`allstep curve`: the error against the amount of training data, and what more would bring."""
+"""`allstep curve`: the error over the amount of training data, and the gain of more data."""
 
 import argparse
 import sys
@@ -181,7 +181,7 @@ def _num_train_samples(recipe: Recipe) -> int:
 def _trainings(
     recipe: Recipe, num_samples: int, known: argparse.Namespace, folder: Path
 ) -> list[Training]:
-    """The longest first, so that all cores are busy to the end."""
+    """The trainings, the longest first, so that all cores are busy to the end."""
     amounts = [subset_size(num_samples, share) for share in known.shares]
     if len(set(amounts)) < len(amounts):
         raise UsageError(
@@ -198,7 +198,7 @@ def _trainings(
 def _training(
     recipe: Recipe, share: float, seed: int, num_samples: int, equal: str, folder: Path
 ) -> Training:
-    """The recipe on a share of its data, for as many steps or epochs, evaluated at its end."""
+    """The recipe on a share of its data, with as many steps or epochs, evaluated at the end."""
     steps = recipe.steps_per_epoch(num_samples)
     epochs = recipe.epochs
     if equal == "steps":
@@ -221,7 +221,7 @@ def _training(
 def _measure(
     trainings: Sequence[Training], jobs: Jobs, num_samples: int, train: Train
 ) -> tuple[list[HeldOutErrors], int]:
-    """Held-out errors, and an exit code if some are missing."""
+    """Measures held-out errors; also returns an exit code if some are missing."""
     outcomes, came = train(trainings, jobs)
     if came is not None:
         return [], 128 + came

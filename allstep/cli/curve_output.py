@@ -1,4 +1,4 @@
-"""A learning curve in words, as plain data and as a picture."""
+"""Learning curves in words, as plain data and as plots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ _NUM_DRAWN = 16  # amounts at which curve and band are
 
 @dataclass(frozen=True)
 class Curve:
-    """What was measured, and what follows.
+    """The measurements and the predictions from them.
 
     Attributes:
         recipe: on the whole training set.
@@ -40,25 +40,25 @@ class Curve:
 
     @property
     def predicted(self) -> tuple[float, Interval]:
-        """For the whole set, from parts of it: the mean error of as many seeds, and where it is."""
+        """The prediction for the whole set: the mean error of the seeds, and its interval."""
         interval = self.found.interval(self.num_samples, num_runs=self.num_seeds)
         return self.found.error(self.num_samples), interval
 
     @property
     def in_full_mean(self) -> float:
-        """The mean error that was measured on the whole set."""
+        """The mean error measured on the whole set."""
         return sum(each.error for each in self.in_full) / len(self.in_full)
 
     @cached_property
     def newest(self) -> LearningCurve:
-        """The curve of all that was measured, the whole set included."""
+        """The curve through all measurements, the whole set included."""
         if not self.in_full:
             return self.found
         return fit_learning_curve([*self.measured, *self.in_full])
 
 
 def plain_curve(curve: Curve) -> dict[str, Any]:
-    """All numbers; `null` for what isn't known or wasn't measured."""
+    """All numbers as plain data; None for values that are not known or were not measured."""
     error, interval = curve.predicted
     newest, twice = curve.newest, 2 * curve.num_samples
     in_full = None
@@ -97,7 +97,7 @@ def _plain_fit(found: LearningCurve) -> dict[str, Any]:
 
 
 def show_prediction(curve: Curve) -> None:
-    """Prints what was measured on parts, and what that says of the whole."""
+    """Prints the errors measured on parts, and their prediction for the whole set."""
     table = make_table("samples", "share", "error", "seeds")
     for amount, errors in _by_amount(curve.measured).items():
         each = " ".join(f"{error:.2%}" for error in errors)
@@ -121,7 +121,7 @@ def show_prediction(curve: Curve) -> None:
 
 
 def show_check(curve: Curve) -> None:
-    """Prints what was measured on the whole, if it was, and what twice as much would bring."""
+    """Prints the error measured on the whole set, if any, and the prediction for twice as much."""
     if curve.in_full:
         _, interval = curve.predicted
         where = "in" if curve.in_full_mean in interval else "outside"
@@ -162,7 +162,7 @@ def _by_amount(measured: Sequence[HeldOutErrors]) -> Mapping[int, list[float]]:
 
 
 def draw(curve: Curve, path: Path) -> list[str]:
-    """Writes the picture, if there is something to draw with; returns the files' names."""
+    """Writes the plot, if matplotlib is installed; returns the files' names."""
     if not can_draw():
         return []
     figure = new_figure()

@@ -1,4 +1,4 @@
-"""`allstep doctor`: what is wrong with hosts and the network between them, and the cure."""
+"""`allstep doctor`: finds faults of hosts and of the network between them, and their cures."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ FOUND = 2
 
 
 def run(arguments: list[str]) -> int:
-    """Looks at this host, or at all of `--hosts` and the links between them."""
+    """Examines this host, or all `--hosts` and the links between them."""
     options, rest = split_host_options(arguments)
     parser = argparse.ArgumentParser(
         prog="allstep doctor",
@@ -74,7 +74,7 @@ def _judge(
     links: Mapping[tuple[str, str], Mapping[str, Any]],
     known: argparse.Namespace,
 ) -> int:
-    """Prints what is wrong; returns the exit code."""
+    """Prints the findings; returns the exit code."""
     found = find_faults(readings, links, known.workers, known.model_bytes)
     _show(found, readings, links, is_json=known.json)
     if known.plot is not None and links:
@@ -86,7 +86,7 @@ def _judge(
 def _look_together(
     comm: Communicator, known: argparse.Namespace, machine: Mapping[str, Any]
 ) -> int:
-    """The same by a launcher's workers, one of each node; the exit code is rank 0's."""
+    """Examines the nodes by a launcher's workers, one of each; the exit code is rank 0's."""
     interface = read_gloo_interface()
     address = next((own for name, own in own_addresses() if name == interface), "127.0.0.1")
     with ExitStack() as stack:
@@ -128,7 +128,7 @@ def _read_host(link: HostLink, machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_links(links: Sequence[HostLink]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """(host, other) -> what the host finds when it sends to the other, a pair at a time."""
+    """(host, other) -> the host's readings when it sends to the other, one pair at a time."""
     first = links[0].ask("serve", towards=None)
     served = {}
     for link in links:

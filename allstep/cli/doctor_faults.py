@@ -1,4 +1,4 @@
-"""What readings of hosts and their network say is wrong; nothing is measured here."""
+"""Faults in the readings of hosts and their network; nothing is measured here."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _NO_PEERS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, where, and what helps.
+    """A fault, its place and its cure.
 
     Attributes:
         fault: its name, for programs.
@@ -49,13 +49,13 @@ class Finding:
     cure: str
 
     def __str__(self) -> str:
-        """A line of what is wrong, and one of the cure if there is one."""
+        """A line with the fault, and one with the cure if there is one."""
         cure = f"\n    cure: {self.cure}" if self.cure else ""
         return f"{self.where}: {self.fault}: {self.what}{cure}"
 
 
 def descriptors_needed(num_workers: int) -> int:
-    """Open files and connections of a worker among so many."""
+    """The number of open files and connections of a worker among a number of workers."""
     return 4 * num_workers + 96
 
 
@@ -65,7 +65,7 @@ def find_faults(
     num_workers: int,
     model_bytes: int = 0,
 ) -> list[Finding]:
-    """What is wrong, by host and link.
+    """The faults of hosts and links.
 
     Args:
         readings: host -> `facts_of` and `probe_machine`, and `skew_s`, its clock's difference;
@@ -146,7 +146,7 @@ def _faults_of_host(
 
 
 def port_taken(host: str) -> Finding:
-    """The first host has no port for rank 0."""
+    """The finding that the first host has no port for rank 0."""
     what = "another program listens on the port of rank 0"
     return Finding("port taken", host, what, "another --master-port")
 
@@ -167,7 +167,7 @@ def _different_versions(readings: Mapping[str, Mapping[str, Any]]) -> list[Findi
 
 
 def _slow_cores(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Cores against the others of their host: another processor may round and run otherwise."""
+    """Cores that are slower than others of their host; those of another processor type may be."""
     found = []
     for host, own in readings.items():
         cores = own.get("cores")
@@ -209,7 +209,7 @@ def _faults_of_link(where: str, other: str, link: Mapping[str, Any]) -> list[Fin
 
 
 def _slow_links(links: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Finding]:
-    """Links against the fastest: a host's port, if all that it sends is slow."""
+    """Links that are slower than the fastest; a host's port, if all its links are."""
     rates = {pair: link["rate_bps"] for pair, link in links.items() if link["rate_bps"]}
     fastest = max(rates.values(), default=0.0)
     senders = {one for one, _ in rates}
@@ -225,7 +225,7 @@ def _slow_links(links: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Find
 def _slow_ring(
     hosts: Sequence[str], links: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> list[Finding]:
-    """The order of the hosts, if another one makes the ring of the workers faster."""
+    """The order of the hosts, if another order makes the workers' ring faster."""
     rates = {pair: link["rate_bps"] for pair, link in links.items()}
     if not all(rates.get((one, other)) for one in hosts for other in hosts if one != other):
         return []
@@ -239,7 +239,7 @@ def _slow_ring(
 
 
 def _faults_of_gpus(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """What is wrong, by host.
+    """The faults of the hosts' GPUs.
 
     Args:
         readings: host -> `probe_gpus`; may be missing.
@@ -253,7 +253,7 @@ def _faults_of_gpus(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
 
 def _faults_of_gpu(host: str, index: int, gpu: Mapping[str, Any]) -> list[Finding]:
-    """What it computes wrongly, and what it says of itself."""
+    """The faults of a GPU: wrong results, and errors that it reports."""
     rows = ", and rows to be replaced" if gpu["has_bad_rows"] else ""
     table = [
         (
@@ -279,7 +279,7 @@ def _faults_of_gpu(host: str, index: int, gpu: Mapping[str, Any]) -> list[Findin
 
 
 def _faults_of_copies(host: str, own: Mapping[str, Any]) -> list[Finding]:
-    """From GPU to GPU; and what did not come to an end, or could not be looked at."""
+    """Faults of copies between GPUs, and readings that failed or did not end."""
     found = []
     for one, other, arrived in own.get("wrong_copies", ()):
         what = f"of a copy from GPU {one} to GPU {other} {arrived} arrive"
@@ -297,7 +297,7 @@ def _faults_of_copies(host: str, own: Mapping[str, Any]) -> list[Finding]:
 
 
 def _slow_gpus(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Against the others of their kind, on all hosts."""
+    """GPUs that are slower than others of their type, on all hosts."""
     times_s: dict[str, list[float]] = {}
     gpus = [(h, i, gpu) for h, own in readings.items() for i, gpu in enumerate(own.get("gpus", ()))]
     for _, _, gpu in gpus:

@@ -1,4 +1,4 @@
-"""What the doctor reads of hosts whose workers have met already, and whether to train there."""
+"""The doctor's readings of hosts whose workers have already connected."""
 
 import os
 import time
@@ -40,7 +40,7 @@ def read_together(
 
 
 def refusal(comm: Communicator, folder: Path, num_workers: int) -> str:
-    """Why not to train: what `allstep doctor` would find and has a cure. Collective.
+    """Reasons not to train: the findings of `allstep doctor` that have a cure. Collective.
 
     What takes no time is read: limits, shared memory, versions, clocks, the disk of a folder.
 
@@ -62,7 +62,7 @@ def refusal(comm: Communicator, folder: Path, num_workers: int) -> str:
 
 
 def check_port() -> None:
-    """Refuses where another program has the port on which rank 0 shall serve the store."""
+    """Raises UsageError if another program has the port for rank 0's store."""
     launch = read_launch()
     port = launch.master_port
     if launch.rank == 0 and not launch.has_store and port is not None and is_port_taken(port):

@@ -1,4 +1,4 @@
-"""`allstep evaluate`: the newest or best checkpoint on the whole test set, each sample once."""
+"""`allstep evaluate`: evaluates the newest or best checkpoint on each test sample once."""
 
 import argparse
 from contextlib import closing
@@ -11,7 +11,7 @@ from allstep.train import Checkpoints, MeasuredRun, Run
 
 
 def run(arguments: list[str]) -> int:
-    """Evaluates a run; `--workers` need not be what it was trained on."""
+    """Evaluates a run, on any number of workers."""
     parser = argparse.ArgumentParser(
         prog="allstep evaluate",
         description="Evaluates a run's newest checkpoint, or its best.",
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
 
 
 def evaluate_worker(comm: Communicator, folder: str, best: bool) -> None:
-    """What each worker does; rank 0 prints the metrics and what they are made of."""
+    """Evaluates as one of the workers; rank 0 prints the metrics and their sums."""
     shared, run_dir = run_folder.share_run(comm, folder)
     recipe = run_folder.data_parallel(run_folder.with_fitting_shares(shared, comm))
     with closing(Run(recipe.task(comm), recipe, comm)) as trained:

@@ -1,4 +1,4 @@
-"""What a launcher keeps in the run's folder: where the store is, and how its workers ended."""
+"""A launcher's records in the run's folder: the store's address and the workers' ends."""
 
 import contextlib
 import signal
@@ -19,7 +19,7 @@ _CONNECT_S = 5.0
 
 
 def signal_name(number: int) -> str:
-    """As users know it; some that are of their own have no name.
+    """A signal's usual name; real-time signals may have none.
 
     >>> signal_name(9), signal_name(40)
     ('SIGKILL', 'signal 40')
@@ -32,7 +32,7 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Exits:
-    """How a launcher's workers ended.
+    """The ends of a launcher's workers.
 
     Ranks are those with which the workers began; others may have gone on without them.
 
@@ -49,26 +49,26 @@ class Exits:
     pids: Sequence[int]
 
     def rank_of(self, state: WorkerState) -> int | None:
-        """With which rank the worker of a state began; None if another launcher started it."""
+        """The first rank of a state's worker; None if another launcher started it."""
         return self.pids.index(state.pid) if state.pid in self.pids else None
 
 
 def read_exits(run_dir: Path) -> Exits | None:
-    """What a run's launcher has left; None if there was none, or all ended well."""
+    """The record of a run's launcher; None if there was none, or all workers ended well."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Exits(**read_json(_file(run_dir)))
     return None
 
 
 def write_exits(run_dir: Path, exits: Exits) -> None:
-    """Leaves it for `allstep why`; on a full disk nothing."""
+    """Writes the record for `allstep why`; does nothing on a full disk."""
     with contextlib.suppress(OSError):
         _file(run_dir).parent.mkdir(parents=True, exist_ok=True)
         write_json(_file(run_dir), asdict(exits))
 
 
 def forget_exits(run_dir: Path | None) -> None:
-    """Deletes what the launcher of an earlier part of a run has left."""
+    """Deletes the record of an earlier launcher of the run."""
     if run_dir is not None:
         with contextlib.suppress(OSError):
             for file in (_file(run_dir), _store_file(run_dir)):
@@ -76,12 +76,12 @@ def forget_exits(run_dir: Path | None) -> None:
 
 
 def outward_addresses() -> list[str]:
-    """Of this host, by which others may reach it."""
+    """Addresses of this host by which others may reach it."""
     return [address for _, address in own_addresses() if not is_loopback(address)]
 
 
 class StoreAddress(NamedTuple):
-    """Where workers of one run find each other.
+    """The address of the store through which workers of a run connect.
 
     Attributes:
         host, port: of the store.
@@ -95,7 +95,7 @@ class StoreAddress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRecord:
-    """What workers that join must know of the run.
+    """The description of a run for workers that join.
 
     Attributes:
         port: of its store.
@@ -114,7 +114,7 @@ class StoreRecord:
     is_apart: bool = False
 
     def reachable_address(self) -> StoreAddress:
-        """The first address at which the store answers this host.
+        """The first of the store's addresses that answers this host.
 
         Raises:
             UsageError: if it answers at none.
@@ -135,7 +135,7 @@ class StoreRecord:
 
 @contextlib.contextmanager
 def keeping_store(run_dir: Path, record: StoreRecord) -> Iterator[None]:
-    """Keeps it in the run's folder while the launcher is there.
+    """Keeps the record in the run's folder while the launcher runs.
 
     Raises:
         UsageError: if the folder can't be written.
@@ -151,7 +151,7 @@ def keeping_store(run_dir: Path, record: StoreRecord) -> Iterator[None]:
 
 
 def read_store(run_dir: Path) -> StoreRecord:
-    """Of the run that is trained in a folder now.
+    """The record of the run that is being trained in a folder.
 
     Raises:
         UsageError: if none is, or if it takes no workers. A launcher that was killed has left its

@@ -1,4 +1,4 @@
-"""The fields of a dataclass as flags; a mistake is one line that names the flag."""
+"""Flags from the fields of a dataclass; an error is one line that names the flag."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def read_flags(
     description: str,
     default: _Read | None = None,
 ) -> _Read:
-    """A dataclass with its fields set by flags; `--help` prints them and ends the process.
+    """A dataclass with fields from flags; `--help` prints the flags and ends the process.
 
     Args:
         kind: the dataclass; fields that are dataclasses themselves become flags, too.
@@ -67,7 +67,7 @@ def _usage_error_behind(error: BaseException | None) -> UsageError | None:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """Type hints by name of field, those of dataclasses in it included."""
+    """Field name -> type hint, including the fields of nested dataclasses."""
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}
     for field in fields(kind):
@@ -96,7 +96,7 @@ def _check(flags: Sequence[str], hints: Mapping[str, Any], prog: str) -> None:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows."""
+    """The types that a type hint allows."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 

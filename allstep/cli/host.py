@@ -1,4 +1,4 @@
-"""`allstep host`: a host's end of `--hosts`, started by ssh; not for people.
+"""`allstep host`: the remote end of `--hosts`, started by ssh; not for direct use.
 
 [Note: host protocol] Lines of JSON. In: `{"ask": NAME, ...}`, answered by `{"answer": ...}`;
 `{"start": [command], "environ": {...}}`, after which what the command prints comes as
@@ -43,13 +43,13 @@ _CONNECT_S = 10.0
 
 
 def run(arguments: list[str]) -> int:
-    """Answers what comes in on stdin, until the command that it names has ended."""
+    """Answers requests on stdin until the requested command has ended."""
     assert not arguments
     return _Host(0).serve()
 
 
 def facts_of(paths: list[str], files: list[str]) -> dict[str, Any]:
-    """What must be alike on all hosts, and what this one has.
+    """Facts that must be equal on all hosts, and this host's own.
 
     Args:
         paths: files and folders that the training reads.
@@ -218,7 +218,7 @@ class _Host:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and these, and so on."""
+    """All descendants of a process."""
     children: dict[int, list[int]] = {}
     for number in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ Event = tuple["HostLink", str, Any]
 
 @contextlib.contextmanager
 def open_links(options: HostOptions, events: "queue.Queue[Event]") -> Iterator[list["HostLink"]]:
-    """Connections to all hosts, closed at the end; `events` takes what comes of them."""
+    """Opens connections to all hosts, closed at the end; `events` receives their messages."""
     with contextlib.ExitStack() as stack:
         links = []
         for host in options.hosts:
@@ -37,7 +37,7 @@ def open_links(options: HostOptions, events: "queue.Queue[Event]") -> Iterator[l
 
 
 class HostLink:
-    """One host, over ssh; see [Note: host protocol].
+    """A connection to a host over ssh. [Note: host protocol]
 
     Args:
         name: of the host.
@@ -76,7 +76,7 @@ class HostLink:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def ask(self, question: str, **details: Any) -> dict[str, Any]:
-        """What the host answers.
+        """Sends a request and returns the host's answer.
 
         Raises:
             UsageError: if it can't be reached; with what ssh or the host's shell said.
@@ -96,19 +96,19 @@ class HostLink:
         return found
 
     def send(self, **message: Any) -> None:
-        """Sends a message, if anybody is there."""
+        """Sends a message, if the connection is open."""
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def last_words(self) -> str:
-        """What ssh or the host's shell has said last."""
+        """The last lines from ssh or the host's shell."""
         self._error_thread.join(1.0)
         return "; ".join(self._errors[-_LAST_LINES:]) or "it does not answer"
 
     def close(self) -> None:
-        """Ends the connection, and so what runs there."""
+        """Closes the connection, which ends the command on the host."""
         with contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""`--hosts alpha:2,beta:1`: the options, and what to type on each host."""
+"""`--hosts alpha:2,beta:1`: the options, and the commands for each host."""
 
 import argparse
 import shlex
@@ -31,7 +31,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Where to start workers, and how to come there.
+    """The hosts on which workers start, and how to reach them.
 
     Attributes:
         hosts: in the order of their ranks.
@@ -53,7 +53,7 @@ class HostOptions:
 
 
 def split_host_options(arguments: Sequence[str]) -> tuple[HostOptions | None, list[str]]:
-    """The options about hosts, None without `--hosts`; and what is left of the command line.
+    """Splits a command line into the options for hosts, None without `--hosts`, and the rest.
 
     What follows `--` is left as it is.
     """
@@ -97,7 +97,7 @@ def _words_of(ssh: str) -> tuple[str, ...]:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts and their numbers of workers; one where none is given.
+    """The hosts and their numbers of workers, one by default.
 
     >>> parse_hosts("alpha:2,me@beta")
     (Host(name='alpha', num_workers=2), Host(name='me@beta', num_workers=1))
@@ -122,7 +122,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def agent_arguments(
     options: HostOptions, number: int, address: str, port: int, command: Sequence[str]
 ) -> list[str]:
-    """What Python is to run on a host: torchrun's agent and what it starts.
+    """Python's arguments on a host: torchrun's agent and the command that it starts.
 
     Args:
         options: all hosts.
@@ -141,7 +141,7 @@ def agent_arguments(
 
 
 def print_commands(options: HostOptions, command: Sequence[str]) -> None:
-    """Prints what to type on each host."""
+    """Prints the command for each host."""
     address = options.hosts[0].name.rpartition("@")[2]
     variables = "".join(f"{n}={shlex.quote(value)} " for n, value in options.carried.items())
     if "OMP_NUM_THREADS" not in options.carried:

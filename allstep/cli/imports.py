@@ -1,4 +1,4 @@
-"""Imports of torch and of all that comes with it, at the start of a process."""
+"""Imports of torch and its modules at the start of a process."""
 
 import gc
 import sys
@@ -9,7 +9,7 @@ from allstep.env import without_collector
 
 
 def import_at_start(name: str) -> ModuleType:
-    """A module, whose objects the garbage collector leaves alone, those of torch's modules too.
+    """Imports a module and excludes its objects, and those of torch, from garbage collection.
 
     It finds nothing among them; else a command would take half as long again to start and to end.
     In a program that has imported torch already, this is a plain import: its objects are its own.

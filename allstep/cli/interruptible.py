@@ -1,4 +1,4 @@
-"""A command that cleans up after itself when Ctrl-C or SIGTERM comes."""
+"""Commands that clean up after Ctrl-C or SIGTERM."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM came."""
+    """Raised on Ctrl-C or SIGTERM."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -19,7 +19,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def signals_handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Calls a handler on SIGINT and SIGTERM; those of before come back at the end."""
+    """Calls a handler on SIGINT and SIGTERM; restores the earlier handlers at the end."""
     previous = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
@@ -30,7 +30,7 @@ def signals_handled(handler: Callable[[int, FrameType | None], object]) -> Itera
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets a signal unwind what runs inside, by an `Interrupted`; once, for it may clean up long.
+    """Raises `Interrupted` inside at the first signal; further ones do not disturb the clean-up.
 
     `main` returns 128 + the signal's number then.
     """

@@ -1,4 +1,4 @@
-"""`allstep join`: brings workers to a run, or a script, that was started with `--elastic`."""
+"""`allstep join`: adds workers to a run or a script that was started with `--elastic`."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from allstep.errors import check_integer
 
 
 def run(arguments: list[str]) -> int:
-    """Starts workers that take a part from the next step on, and waits for their end."""
+    """Starts workers that join at the next step, and waits for their end."""
     parser = argparse.ArgumentParser(
         prog="allstep join",
         description="Brings workers to a run that is being trained with --elastic.",

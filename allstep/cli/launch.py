@@ -1,4 +1,4 @@
-"""Starts workers on this machine, watches them, and says what became of them.
+"""Starts workers on this machine, watches them, and reports how they ended.
 
 [Note: a worker's process] Each worker is `allstep worker MODULE:FUNCTION FOLDER` in a session of
 its own, or is forked from a process that has imported what it needs. It is told what torchrun
@@ -106,7 +106,7 @@ class Workers:
         self._cleaned_up: set[int] = set()  # ranks
 
     def start(self) -> Self:
-        """Starts all; a signal that comes meanwhile waits until they are known."""
+        """Starts all workers; delays signals until all process ids are known."""
         if self.preload:
             resource_tracker.ensure_running()  # it would let signals in
         try:
@@ -175,12 +175,12 @@ class Workers:
             )
 
     def error_file(self, rank: int) -> Path:
-        """Where a worker reports its failure, as torchrun's workers do."""
+        """The file to which a worker reports its failure, as torchrun's workers do."""
         return self.folder / str(rank) / "error.json"
 
     @property
     def first_reported(self) -> int | None:
-        """The rank that reported its failure first; None where nobody has."""
+        """The rank that reported its failure first; None if none has."""
         with contextlib.suppress(OSError, ValueError):
             return int((self.folder / REPORTED).read_text())
         return None
@@ -192,18 +192,18 @@ class Workers:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """By rank: None while it runs, negative if a signal ended it."""
+        """Exit codes by rank: None while it runs, negative if a signal ended it."""
         return [_exit_code(process) for process in self._processes]
 
     def send(self, number: int, *ranks: int) -> None:
-        """Sends a signal to some ranks, to all if none is named, as far as they run."""
+        """Sends a signal to the given ranks, or to all, if they still run."""
         for rank in ranks or range(len(self._processes)):
             if _exit_code(self._processes[rank]) is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pids[rank], number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until one more worker has ended, or as long; returns whether all have."""
+        """Waits until one more worker has ended, or `timeout_s`; whether all have ended."""
         running = [process for process in self._processes if _exit_code(process) is None]
         forked = [process.sentinel for process in running if isinstance(process, ForkServerProcess)]
         if forked:
@@ -226,7 +226,7 @@ class Workers:
         return await_others(self._store, self.store_address.job_id, came, _impatience(came))
 
     def note_ended(self, rank: int) -> int | None:
-        """Tells the other hosts that a worker has ended, of those that may go on without it.
+        """Records the end of an elastic worker for the other hosts.
 
         Returns:
             The code that the worker gave as it came to the end of the training, if it did.
@@ -236,7 +236,7 @@ class Workers:
         return None
 
     def kill_left_behind(self, rank: int) -> None:
-        """Kills what a failed worker has left behind, such as its loader's processes.
+        """Kills the remaining processes of a failed worker, such as its loader's.
 
         Only once and at once: later its process id may be another one's.
         """
@@ -246,7 +246,7 @@ class Workers:
                 os.killpg(self.pids[rank], signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills what still runs, and what failed workers have left behind."""
+        """Kills the workers that still run, and the remaining processes of failed ones."""
         for rank, process in enumerate(self._processes):
             code = _exit_code(process)
             if code != 0:
@@ -268,7 +268,7 @@ class Workers:
 
 
 def _impatience(came: Sequence[int]) -> Callable[[], bool]:
-    """Looks for signals; whether one came later than by chance, or the first long ago."""
+    """Reads signals; whether a second one was meant, or the first came long ago."""
     seen_at_s: list[float] = []
 
     def look() -> bool:
@@ -287,7 +287,7 @@ def _exit_code(process: _Process) -> int | None:
 
 
 def launch_workers(workers: Workers, run_dir: Path | None = None) -> int:
-    """Runs workers until all have ended; if one fails, ends the others, unless they may go on.
+    """Runs workers until all have ended; if one fails, ends the others, unless they are elastic.
 
     Args:
         workers: that are not started yet.
@@ -331,7 +331,7 @@ def _record_of(workers: Workers, min_workers: int) -> StoreRecord:
 
 
 class Watch:
-    """Follows workers to their end: hands signals on, and ends the others if one has failed.
+    """Watches workers until they end: forwards signals, and ends the others if one has failed.
 
     Args:
         workers: which run.
@@ -355,7 +355,7 @@ class Watch:
         self._deadline_s = math.inf
 
     def look(self, timeout_s: float) -> bool:
-        """Waits until one more worker has ended, or as long; returns whether all have."""
+        """Waits until one more worker has ended, or `timeout_s`; whether all have ended."""
         workers = self.workers
         is_over = workers.wait(timeout_s)
         codes = workers.exit_codes
@@ -381,7 +381,7 @@ class Watch:
                 self.failed_behind.append(rank)
 
     def _end_them(self) -> None:
-        """Tells workers to end if they must, and kills them if they have not, long after."""
+        """Tells workers to end if they must, and kills those that still run long afterwards."""
         workers, now_s = self.workers, time.monotonic()
         if len(self._came) > self._num_sent:
             self._deadline_s = min(self._deadline_s, now_s + _SHUTDOWN_S)
@@ -397,7 +397,7 @@ class Watch:
 
     @property
     def root_cause(self) -> int:
-        """The worker that failed on its own account: it reported, or was killed, or came first.
+        """The worker that failed first of all: by its report, a kill, or the order of ends.
 
         Of those that may go on without each other the last one ended the run.
         """
@@ -415,7 +415,7 @@ class Watch:
         return min(failed, key=order)
 
     def words_of_death(self) -> str:
-        """Of the worker that failed on its own account, if a signal has ended it; else empty."""
+        """A message about the worker that failed first, if a signal ended it; else empty."""
         rank = self.root_cause
         number = -(self.workers.exit_codes[rank] or 0)
         if number <= 0:
@@ -426,14 +426,14 @@ class Watch:
         return f"worker {rank} was killed by {signal_name(number)}{hint}"
 
     def write_exits(self, run_dir: Path) -> None:
-        """Leaves how the workers ended, for `allstep why`."""
+        """Records how the workers ended, for `allstep why`."""
         workers = self.workers
         exits = Exits(workers.exit_codes, self.root_cause, self.killed, workers.pids)
         write_exits(run_dir, exits)
 
 
 def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
-    """Says who was lost of workers that may go on without."""
+    """Logs which elastic workers were lost."""
     for rank in ranks:
         code = workers.exit_codes[rank] or 0
         if code > 128:  # it was asked to end, and the others with it
@@ -445,7 +445,7 @@ def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM, in the order in which they come; nothing else happens on them."""
+    """Collects SIGINT and SIGTERM in the order in which they come, without handling them."""
     came: list[int] = []
     with signals_handled(lambda number, frame: came.append(number)):
         yield came
@@ -453,7 +453,7 @@ def signals_noted() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """SIGINT and SIGTERM come at the end; processes that are started meanwhile block them."""
+    """Delays SIGINT and SIGTERM until the end; processes started inside block them."""
     with signals_noted() as came:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:

@@ -1,4 +1,4 @@
-"""`allstep launch --elastic`: a user's script on workers that come and go.
+"""`allstep launch --elastic`: a user's script on elastic workers.
 
 [Note: a script's workers] Each is `allstep worker`, which becomes the script by `exec`: the same
 process, with what torchrun would tell it. `RUN/script.json` says what `allstep join` is to start.
@@ -29,7 +29,7 @@ _FILE = "script.json"
 
 
 def run(arguments: Sequence[str], command: Sequence[str]) -> int:
-    """Runs a script as each of the workers, until all have ended.
+    """Runs a script on each of the workers, until all have ended.
 
     Args:
         arguments: the flags before `--`.
@@ -64,12 +64,12 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 
 def is_of_script(run_dir: Path) -> bool:
-    """Whether a folder is of a script's workers."""
+    """Whether a folder belongs to a script's workers."""
     return (run_dir / _FILE).exists()
 
 
 def join(run_dir: Path, num_workers: int) -> int:
-    """Brings workers to a script's; returns the exit code when they have ended."""
+    """Adds workers to a script's run; returns the exit code when they have ended."""
     store = read_store(run_dir)
     script = read_json(run_dir / _FILE) | {"run_dir": str(run_dir.absolute())}
     joins = store.reachable_address()
@@ -87,7 +87,7 @@ def _launch(
 
 
 def run_script(folder: Path) -> NoReturn:
-    """What each worker does."""
+    """Runs the script as one of the workers."""
     script = read_call(folder).arguments
     os.chdir(script["folder"])
     environ = environment_of_script(script.get("run_dir"))

@@ -29,7 +29,7 @@ Runs a script, which calls allstep.init or torch.distributed itself, as torchrun
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a script as one worker of each rank."""
+    """Runs a script on one worker of each rank."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, file=None if arguments else sys.stderr)
         return 0 if arguments else 2

@@ -1,4 +1,4 @@
-"""A picture of the links between hosts: how long a message takes, and how fast they are."""
+"""A plot of the links between hosts: their latencies and rates."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from allstep.cli.output_files import new_figure
 
 
 def draw_links(path: Path, links: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
-    """Writes a picture with a square for each pair of hosts.
+    """Writes a plot with a square for each pair of hosts.
 
     Args:
         path: ends in a kind of picture.
@@ -36,5 +36,5 @@ def draw_links(path: Path, links: Mapping[tuple[str, str], Mapping[str, Any]]) -
 
 
 def _number(link: Mapping[str, Any] | None, key: str, factor: float) -> float:
-    """NaN where it was not measured."""
+    """A reading as a number; NaN where it was not measured."""
     return factor * link[key] if link and link[key] else float("nan")

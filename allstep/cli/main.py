@@ -1,4 +1,4 @@
-"""Picks the command, and turns allstep's own errors into one screen and an exit code."""
+"""Runs the chosen command, and turns allstep's own errors into a message and an exit code."""
 
 import errno
 import os
@@ -89,7 +89,7 @@ def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:
 
 
 def _is_output_closed() -> bool:
-    """Whether what reads the output has ended, as `head` does; the rest goes nowhere then."""
+    """Whether the reader of the output has ended, as `head` does; discards the rest then."""
     output, poll = sys.stdout.fileno(), select.poll()
     poll.register(output, 0)
     is_closed = any(event & select.POLLERR for _, event in poll.poll(0))
@@ -99,7 +99,7 @@ def _is_output_closed() -> bool:
 
 
 def _speaks() -> bool:
-    """Whether this is rank 0; other workers of a launcher would say the same."""
+    """Whether this worker prints errors: rank 0, as the others have the same ones."""
     try:
         return read_launch().rank == 0
     except UsageError:  # the environment contradicts itself
@@ -115,7 +115,7 @@ def _help() -> str:
 
 @contextmanager
 def _quiet_signals() -> Iterator[None]:
-    """Ends this process without a traceback on Ctrl-C, as long as nobody else listens."""
+    """Makes Ctrl-C end this process without a traceback, unless a handler is set."""
     with signals_handled(lambda number, frame: os._exit(128 + number)):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a worker starts with them blocked
         yield

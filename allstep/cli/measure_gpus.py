@@ -1,4 +1,4 @@
-"""Measures this host's GPUs and prints what it finds; see [Note: GPUs in a process of their own].
+"""Measures this host's GPUs and prints the readings. [Note: GPUs in a process of their own]
 
 python -m allstep.cli.measure_gpus
 """
@@ -38,7 +38,7 @@ Say = Callable[..., None]
 
 
 def measure(devices: Sequence[torch.device], say: Say) -> None:
-    """A matrix product on each, and a copy from each to each.
+    """Measures a matrix product on each GPU, and a copy between each pair.
 
     Args:
         devices: of this host.
@@ -66,7 +66,7 @@ def _factors() -> tuple[Tensor, Tensor]:
 
 
 def measure_product(left: Tensor, right: Tensor, expected: Tensor) -> tuple[float, int]:
-    """The shortest time of a matrix product in seconds, and how many elements came out wrong.
+    """The shortest time of a matrix product in seconds, and its number of wrong elements.
 
     Args:
         left, right: whole numbers, on one device; [side, side].
@@ -85,7 +85,7 @@ def measure_product(left: Tensor, right: Tensor, expected: Tensor) -> tuple[floa
 
 
 def what_arrives(source: torch.device, target: torch.device) -> str:
-    """Copies numbers from a device to another; empty if they arrive, else what does instead."""
+    """Copies numbers from a device to another; returns an error message, empty if they arrive."""
     sent = torch.arange(1, _COPY_ELEMENTS + 1, dtype=torch.int32, device=source)
     synchronize(source)
     copy = sent.to(target)
@@ -97,7 +97,7 @@ def what_arrives(source: torch.device, target: torch.device) -> str:
 
 
 def _own_words(device: torch.device) -> dict[str, Any]:
-    """A GPU's kind, and what its driver counts."""
+    """A GPU's type, and its driver's counters."""
     if not is_accelerator(device):
         return {"kind": device.type} | read_counters("")
     kind = torch.get_device_module(device).get_device_properties(device).name
@@ -105,7 +105,7 @@ def _own_words(device: torch.device) -> dict[str, Any]:
 
 
 def read_counters(uuid: str) -> dict[str, Any]:
-    """What NVIDIA's driver says of a GPU; nothing where it can't be asked.
+    """The counters of NVIDIA's driver for a GPU; empty where they can't be read.
 
     Args:
         uuid: of the GPU, as the driver has it.
@@ -133,7 +133,7 @@ def read_counters(uuid: str) -> dict[str, Any]:
 
 
 def _asked(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-    """What the driver answers; many GPUs don't know each question."""
+    """The driver's answer; `otherwise` for questions that the GPU does not support."""
     try:
         return ask(*arguments)
     except nvml.NVMLError:
@@ -141,7 +141,7 @@ def _asked(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) 
 
 
 def _nvml() -> Any:
-    """NVIDIA's library, ready to be asked; None where it is not installed or finds no driver."""
+    """NVIDIA's library, initialised; None where it is not installed or finds no driver."""
     try:
         nvml = import_module("pynvml")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Files that commands write: refused before any work where that can be seen, named where not."""
+"""Checks of files that commands write, before any work where possible."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from allstep.errors import UsageError
 
 
 def check_writable(argument: str, path: Path) -> None:
-    """Refuses a file that can't be written, before anything is done for it.
+    """Raises UsageError for a file that can't be written, before any work is done.
 
     Raises:
         UsageError: if its folder is missing or closed, or a folder is in its place.
@@ -29,12 +29,12 @@ def check_writable(argument: str, path: Path) -> None:
 
 
 def can_draw() -> bool:
-    """Whether there is something to draw with."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def check_can_draw(argument: str) -> None:
-    """Refuses a flag that asks for pictures where there is nothing to draw with."""
+    """Raises UsageError for a flag that needs matplotlib where it is not installed."""
     if not can_draw():
         raise UsageError(
             f"`{argument}` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
@@ -43,13 +43,13 @@ def check_can_draw(argument: str) -> None:
 
 
 def new_figure(width: float = 7, height: float = 4.5) -> Any:
-    """An empty picture of matplotlib's; in inches."""
+    """An empty figure of matplotlib's, with its size in inches."""
     figure = import_module("matplotlib.figure").Figure
     return figure(figsize=(width, height), layout="constrained")
 
 
 def check_plot(path: Path) -> None:
-    """Refuses `--plot` where the picture can't be drawn or written.
+    """Raises UsageError for `--plot` where the plot can't be drawn or written.
 
     Raises:
         UsageError: if it can't be written; or if there is nothing to draw with, or no such kind of
@@ -65,10 +65,10 @@ def check_plot(path: Path) -> None:
 
 @contextmanager
 def writing_errors(what: str) -> Iterator[None]:
-    """Around the writing of a file.
+    """A context around the writing of a file, which turns OSErrors into UsageErrors.
 
     Args:
-        what: is written, for the error: an argument with its value, or a path.
+        what: what is written, for the error: an argument with its value, or a path.
 
     Raises:
         UsageError: if the system refuses.

@@ -1,4 +1,4 @@
-"""What a host's GPUs compute, copy and tell of themselves, for `allstep doctor`; without torch.
+"""Readings of a host's GPUs for `allstep doctor`: products, copies, counters; without torch.
 
 [Note: GPUs in a process of their own] On some boards a copy from one GPU to another never ends, in
 the driver, where only SIGKILL helps. So another process measures. It says each time what it does
@@ -21,7 +21,7 @@ _DEVICES = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA's driver and AMD's
 
 
 def has_gpus() -> bool:
-    """Whether this host has a driver of GPUs."""
+    """Whether this host has a GPU driver."""
     return any(Path(device).exists() for device in _DEVICES)
 
 

@@ -1,4 +1,4 @@
-"""What a host has and how fast it is, for `allstep doctor`; without torch."""
+"""Readings of a host's equipment and speed, for `allstep doctor`; without torch."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ def probe_machine(num_descriptors: int, port: int | None, folder: str) -> dict[s
 
 
 def probe_limits(num_descriptors: int, port: int | None, folder: str) -> dict[str, Any]:
-    """What takes no time to read: all but its cores and GPUs.
+    """The readings that take no time: all but those of cores and GPUs.
 
     Args:
         num_descriptors: open files and connections that a worker will need.
@@ -58,13 +58,13 @@ def _address_of_own_name() -> str:
 
 
 def _soft_limit(kind: int) -> int | None:
-    """None where there is no limit."""
+    """A soft limit; None where there is none."""
     limit, _ = resource.getrlimit(kind)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_port_taken(port: int) -> bool:
-    """Whether nobody else may listen there.
+    """Whether another process listens on a port.
 
     >>> with socket.create_server(("", 0)) as server:
     ...     is_port_taken(server.getsockname()[1])
@@ -78,7 +78,7 @@ def is_port_taken(port: int) -> bool:
 
 
 def measure_disk(folder: Path) -> float:
-    """Bytes a second that reach the disk under a folder; 0 if it can't be written."""
+    """Bytes per second written to the disk of a folder; 0 if it can't be written."""
     path = folder / f".allstep-doctor-{os.getpid()}"
     start_s = time.monotonic()
     try:
@@ -95,7 +95,7 @@ def measure_disk(folder: Path) -> float:
 
 
 def measure_cores() -> dict[int, tuple[float, str]]:
-    """Core -> the shortest time of a matrix product there, and the digest of what came out."""
+    """Core -> the shortest time of a matrix product there, and a digest of the result."""
     before = os.sched_getaffinity(0)
     random = np.random.default_rng(0)
     left, right = (random.standard_normal((_SIDE, _SIDE)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the network between two hosts does to messages; one serves, the other asks.
+"""Readings of the network between two hosts, of which one serves and the other sends.
 
 Runs in `allstep host` and does not import torch.
 """
@@ -25,7 +25,7 @@ _DATAGRAM_S = 3.0  # of silence, on a busy machine too
 
 
 class EchoServer:
-    """Sends back what it gets, on a port for streams and one for datagrams, until it is closed."""
+    """A server that echoes streams and datagrams, on a port for each, until it is closed."""
 
     def __init__(self) -> None:
         self._streams = listening_socket(0)
@@ -61,7 +61,7 @@ def check_port(port: int, least: int) -> None:
 
 
 def listening_socket(port: int) -> socket.socket:
-    """Takes connections to any address of this host, IPv4's and IPv6's."""
+    """A socket that accepts connections to any IPv4 or IPv6 address of this host."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # no interface may have it
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -69,7 +69,7 @@ def listening_socket(port: int) -> socket.socket:
 
 
 def _answer(stream: socket.socket) -> None:
-    """Says after each message of a length, which comes first, that all of it has come.
+    """Acknowledges each message after all of its bytes; its length comes first.
 
     One of no length asks from which address it came.
     """
@@ -85,7 +85,7 @@ def _answer(stream: socket.socket) -> None:
 
 
 def probe(address: str, stream_port: int, datagram_port: int) -> dict[str, Any]:
-    """What this host finds of another that serves.
+    """This host's readings of another host, which serves.
 
     Returns:
         error: why no connection comes about, else empty; own, seen: the address from which this
@@ -129,19 +129,19 @@ def _send(stream: socket.socket, num_bytes: int) -> float:
 
 
 def _seen_address(stream: socket.socket) -> str:
-    """By which the other end knows this host."""
+    """The address by which the other end knows this host."""
     stream.sendall(bytes(8))
     return stream.recv(_ADDRESS_BYTES, socket.MSG_WAITALL).decode().strip()
 
 
 def _plain(address: str) -> str:
-    """Without an interface, and IPv4's as such."""
+    """An address without its interface; mapped IPv4 addresses as IPv4."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 def _measure_rate_bps(stream: socket.socket) -> float:
-    """Bits a second that arrive, of the fastest of three messages that take long enough to tell."""
+    """Bits per second of the fastest of three messages that are long enough to measure."""
     stream.settimeout(20 * _STREAM_S)
     num_bytes = 1 << 18
     while True:
@@ -153,7 +153,7 @@ def _measure_rate_bps(stream: socket.socket) -> float:
 
 
 def _measure_loss(family: int, address: str, port: int) -> float:
-    """The share of datagrams that don't come back, sent slowly enough for any link."""
+    """The share of lost datagrams, which are sent slowly enough for any link."""
     missing = {os.urandom(8) for _ in range(_NUM_DATAGRAMS)}
     with socket.socket(family, socket.SOCK_DGRAM) as probing:
         probing.connect((address, port))

@@ -1,4 +1,4 @@
-"""Numbers as people write them: 25M parameters, a link of 10gbit, workers 1,2,4."""
+"""Parses numbers with units and lists: 25M parameters, a link of 10gbit, workers 1,2,4."""
 
 import math
 import re
@@ -58,7 +58,7 @@ def parse_bandwidth(argument: str, text: str) -> float:
 
 
 def parse_counts(argument: str, text: str) -> list[int]:
-    """Counts between commas, sorted, each once.
+    """Counts separated by commas, sorted, without duplicates.
 
     Raises:
         UsageError: if one of them is no count, or less than 1; names `argument`.

@@ -1,4 +1,4 @@
-"""In which order hosts should send to each other in a ring, by the speeds of their links."""
+"""The best order of hosts in a ring, by the rates of their links."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def slowest_bps(order: Sequence[str], rates: Rates) -> float:
 
 
 def best_ring(hosts: Sequence[str], rates: Rates) -> list[str]:
-    """An order of the hosts, the first one first, whose slowest link is about the fastest.
+    """An order of the hosts, the first one fixed, with an approximately fastest slowest link.
 
     As they are, if no other order is three times as fast.
 
@@ -53,7 +53,7 @@ def best_ring(hosts: Sequence[str], rates: Rates) -> list[str]:
 
 
 def _ring(hosts: Sequence[str], following: Mapping[str, Sequence[str]]) -> list[str]:
-    """A ring over links that there are; empty if none was found."""
+    """A ring over a set of links; empty if none was found."""
     reached = {other for others in following.values() for other in others}
     if len(reached) < len(hosts) or not all(following.values()):
         return []

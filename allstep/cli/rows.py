@@ -1,4 +1,4 @@
-"""Where commands print, and labelled values: a table on a terminal, plain lines elsewhere."""
+"""Output of commands, and labelled values: a table on a terminal, plain lines elsewhere."""
 
 import shutil
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _SIZE_WITHOUT_TERMINAL = (100, 24)
 
 
 def make_console() -> Console:
-    """Standard output: as wide as the terminal, else as `COLUMNS` says, else 100 columns."""
+    """A console on standard output, as wide as the terminal, else `COLUMNS`, else 100 columns."""
     console = Console(highlight=False)
     if console.is_terminal:
         return console
@@ -22,7 +22,7 @@ def make_console() -> Console:
 
 
 def make_table(*titles: str, left: Iterable[str] = (), gap: int = 2) -> Table:
-    """A table without lines, so many columns apart: numbers stand to the right, words to the left.
+    """A table without lines, with numbers aligned right and words left.
 
     Args:
         titles: of the columns.

@@ -29,7 +29,7 @@ _STARTER = ".started-by"  # torchrun's agent, whose restarts go on with the run
 
 
 def data_parallel(recipe: AnyRecipe) -> Recipe:
-    """The recipe itself.
+    """The recipe, if its workers share out the samples of each step.
 
     Raises:
         UsageError: if its workers don't share out the samples of each step.
@@ -75,7 +75,7 @@ def usual_folder(parent: str, recipe_name: str) -> Path:
 
 
 def _has_begun(run_dir: Path) -> bool:
-    """Whether a run has left more there than its recipe, as one that was refused has not."""
+    """Whether a folder has more of a run than its recipe; a run that was refused has not."""
     traces = (run_dir / "checkpoints", run_dir / "metrics.jsonl", run_dir / _REPORT)
     return is_run(run_dir) and any(path.exists() for path in traces)
 
@@ -88,7 +88,7 @@ def _note_starter(run_dir: Path) -> None:
 
 
 def _is_own(run_dir: Path) -> bool:
-    """Whether this launch has begun the run, in an earlier attempt."""
+    """Whether this launch began the run, in an earlier attempt."""
     try:
         return (run_dir / _STARTER).read_text(encoding="utf-8") == read_agent_id()
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def _is_own(run_dir: Path) -> bool:
 
 
 def find_run(recipe: AnyRecipe, run_dir: Path | None, *, of_any_launch: bool = True) -> Path | None:
-    """The folder of a run of this recipe that was begun before; None if there is none.
+    """The folder of an earlier run of this recipe; None if there is none.
 
     Args:
         recipe: with all its fields.
@@ -197,7 +197,7 @@ def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:
 
 
 def with_fitting_shares(recipe: AnyRecipe, comm: Communicator) -> AnyRecipe:
-    """A run's recipe, on any number of workers: shares of another number give way to equal ones.
+    """A run's recipe for the present workers: shares for another number become equal ones.
 
     They decide who computes what, and nothing else.
     """
@@ -210,13 +210,13 @@ def with_fitting_shares(recipe: AnyRecipe, comm: Communicator) -> AnyRecipe:
 
 
 def shares_fit(recipe: Recipe, num_workers: int) -> bool:
-    """Whether `shares`, if they are numbers, are of so many workers that share out the samples."""
+    """Whether `shares`, if they are numbers, are for the present number of workers."""
     shares = recipe.loader_shares
     return isinstance(shares, str) or len(shares) == num_workers
 
 
 def check_has_checkpoint(run_dir: Path) -> None:
-    """Raises UsageError if the run has no checkpoint to look at; says how it gets one."""
+    """Raises UsageError if the run has no checkpoint; the message says how to get one."""
     if has_checkpoint(run_dir):
         return
     trainer = trainer_of(run_dir)
@@ -238,17 +238,17 @@ def check_not_in_training(run_dir: Path) -> None:
 
 
 def is_run(run_dir: Path) -> bool:
-    """Whether `allstep train` has begun a run there."""
+    """Whether `allstep train` has begun a run in a folder."""
     return (run_dir / RECIPE_FILE).exists()
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether there is something to continue from."""
+    """Whether a run has a checkpoint."""
     return any((run_dir / "checkpoints").glob("step-*"))
 
 
 def can_resume(run_dir: Path) -> bool:
-    """Whether `allstep train --resume` can go on with what is there."""
+    """Whether `allstep train --resume` can continue a run."""
     return is_run(run_dir) and has_checkpoint(run_dir)
 
 
@@ -262,7 +262,7 @@ def _list_runs(run_dir: Path) -> str:
 
 
 def note_launch(run_dir: Path, **launch: object) -> None:
-    """Leaves in `recipe.json` how the run is launched, for `resume_command`.
+    """Records in `recipe.json` how the run is launched, for `resume_command`.
 
     On a full disk it leaves nothing.
 
@@ -277,7 +277,7 @@ def note_launch(run_dir: Path, **launch: object) -> None:
 
 
 def _read_launch(run_dir: Path) -> dict[str, Any]:
-    """What `note_launch` has left; empty where there is nothing to say, or it can't be read."""
+    """The record of `note_launch`; empty if there is none, or it can't be read."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         launch: dict[str, Any] = read_json(run_dir / RECIPE_FILE)["launch"]
         return launch
@@ -307,7 +307,7 @@ def write_report(run_dir: Path, report: dict[str, Any]) -> None:
 
 
 def finished_report(run_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """What a run came to that told so at its end; None if something is left to do."""
+    """The report of a finished run; None for a run that is not finished."""
     try:
         report: dict[str, Any] = read_json(run_dir / _REPORT)
         is_over = report["num_epochs"] >= recipe.epochs or report.get("stopped_early", False)
@@ -323,5 +323,5 @@ def forget_report(run_dir: Path) -> None:
 
 
 def has_report(run_dir: Path) -> bool:
-    """Whether the workers came to their end and told what the run came to."""
+    """Whether a run's workers have finished and written its report."""
     return (run_dir / _REPORT).exists()

@@ -1,4 +1,4 @@
-"""Starts a command's workers on several hosts; looks first whether they fit each other.
+"""Starts a command's workers on several hosts, after checking that the hosts agree.
 
 ssh carries the messages and torchrun's agent keeps the workers; see [Note: host protocol].
 """
@@ -63,7 +63,7 @@ def run_on_hosts(
 
 
 def _check_hosts(links: Sequence[HostLink], paths: list[str], files: list[str]) -> list[Any]:
-    """What the hosts say of themselves; UsageError if they differ or lack something."""
+    """The hosts' facts; raises UsageError if they differ or a host lacks something."""
     facts = [link.ask("facts", paths=paths, files=files) for link in links]
     for link, own in zip(links, facts, strict=True):
         if "error" in own:
@@ -90,7 +90,7 @@ def _check_hosts(links: Sequence[HostLink], paths: list[str], files: list[str]) 
 
 
 def _find_address(links: Sequence[HostLink]) -> tuple[str, int]:
-    """Where the first host listens, tried from each other one."""
+    """An address of the first host that all other hosts reach."""
     others = links[1:]
     peer = next(filter(None, map(_outer, others)), None)
     found = links[0].ask("listen", towards=peer, port=0)
@@ -116,7 +116,7 @@ def _outer(link: HostLink) -> str | None:
 
 
 def _num_threads(options: HostOptions, facts: Sequence[Any]) -> int:
-    """The same for all workers: with other numbers of threads sums may be rounded otherwise."""
+    """A number of threads for all workers: another number may round sums differently."""
     shares = [
         int(own["num_cores"]) // host.num_workers
         for own, host in zip(facts, options.hosts, strict=True)
@@ -134,7 +134,7 @@ def _tell(
 
 
 def _watch(links: Sequence[HostLink], events: "queue.Queue[Event]", came: Sequence[int]) -> int:
-    """Prints what comes until all hosts have ended; ends all if one fails or a signal comes."""
+    """Prints the hosts' output until all have ended; ends all if one fails or a signal comes."""
     running = set(links)
     num_sent, has_failed = 0, False
     stages = [(_GRACE_S, signal.SIGTERM), (_END_S, signal.SIGKILL), (_END_S, None)]
@@ -167,7 +167,7 @@ def _watch(links: Sequence[HostLink], events: "queue.Queue[Event]", came: Sequen
 
 
 def _failure(link: HostLink, kind: str, content: Any) -> str:
-    """What to say of a host's end; empty if all is well."""
+    """An error message for a host's end; empty if it ended well."""
     if kind == "lost":
         return (
             f"the connection to {link.name} is lost (ssh: {link.last_words()}); its workers end, "

@@ -1,4 +1,4 @@
-"""Workers that run a user's script in place of its user, for `verify` and `advise`.
+"""Workers that run a user's script for `verify` and `advise`.
 
 Nothing that is imported here takes `attach` from its room (`train` does) before another has been
 put in its place.
@@ -28,19 +28,19 @@ PROFILE, VERIFY = (f"{__name__}:{name}" for name in ("profile", "verify"))
 
 
 def verify(folder: Path) -> NoReturn:
-    """Leaves a record of the script's first steps in the folder."""
+    """Writes a record of the script's first steps to the folder."""
     asked = read_call(folder).arguments
     task = from_plain(RecordRequest, asked | {"folder": folder})
     _run(lambda launch: 0 if record_script(task, launch.rank, launch.size) else 1)
 
 
 def profile_path(folder: Path) -> Path:
-    """Where `profile` leaves what a script's step takes."""
+    """The file to which `profile` writes."""
     return folder / "profile.json"
 
 
 def profile(folder: Path) -> NoReturn:
-    """Leaves in the folder what a step of the script takes, or why nothing is known."""
+    """Writes a profile of the script's step to the folder, or why there is none."""
     asked = read_call(folder).arguments
 
     def body(launch: Launch) -> int:
@@ -53,7 +53,7 @@ def profile(folder: Path) -> NoReturn:
 
 
 def _run(body: Callable[[Launch], int]) -> NoReturn:
-    """Runs `body`, which returns an exit code, and leaves this process without further ado.
+    """Runs `body`, which returns an exit code, and exits at once with it.
 
     `body` reports what ends the script; an exception of its own is a mistake of ours.
     """

@@ -1,4 +1,4 @@
-"""`allstep sharpness`: how sharp the minimum is that a run's newest checkpoint is in."""
+"""`allstep sharpness`: the sharpness of the minimum at a run's newest checkpoint."""
 
 import argparse
 import itertools
@@ -39,7 +39,7 @@ _LARGE_RESIDUAL = 0.05  # beyond, eigenvalues of two runs can't be compared
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for."""
+    """The user's request."""
 
     samples: int
     sigma: float
@@ -50,7 +50,7 @@ class Request:
 
 
 def run(arguments: list[str]) -> int:
-    """Measures a run's sharpness; `--workers` need not be what it was trained on."""
+    """Measures a run's sharpness, on any number of workers."""
     parser = argparse.ArgumentParser(
         prog="allstep sharpness",
         description="Measures how sharp the minimum is that a run's newest checkpoint is in: the "
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
 
 
 def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -> None:
-    """What each worker does; rank 0 prints the table and writes the file."""
+    """Measures as one of the workers; rank 0 prints the table and writes the file."""
     shared, run_dir = run_folder.share_run(comm, folder)
     recipe = run_folder.data_parallel(run_folder.with_fitting_shares(shared, comm))
     asked = Request(**request)
@@ -198,7 +198,7 @@ def _show(measured: Sharpness, step: int) -> None:
 
 
 def _show_steps(found: Sequence[tuple[Sharpness, int]]) -> None:
-    """One line a checkpoint; of layers how LARS's and LAMB's ratios follow 1 / curvature."""
+    """A line for each checkpoint; for layers, how LARS's and LAMB's ratios follow 1 / curvature."""
     has_layers = any(measured.layers for measured, _ in found)
     names = ["LARS", "LAMB"] if has_layers else []
     table = make_table("step", "loss", "top eigenvalue", "loss rise", *names)
@@ -244,7 +244,7 @@ def _show_layers(layers: Sequence[LayerSharpness]) -> None:
 
 
 def _density_over(layers: Sequence[LayerSharpness]) -> str:
-    """What LARS's rate of convergence depends on: it gains where gradients are the densest."""
+    """The densities over the layers, on which LARS's rate of convergence depends."""
     by_layer = {
         "gradient": [layer.gradient_norm for layer in layers],
         "noise of a micro-batch": [layer.gradient_noise for layer in layers],
@@ -254,7 +254,7 @@ def _density_over(layers: Sequence[LayerSharpness]) -> str:
 
 
 def _correlations(layers: Sequence[LayerSharpness]) -> dict[str, tuple[float, int]]:
-    """How well the two trust ratios put the layers in the order of 1 / curvature.
+    """The rank correlations of the two trust ratios with 1 / curvature over the layers.
 
     Returns:
         By optimizer the rank correlation, NaN where there is none, and over how many layers.

@@ -1,4 +1,4 @@
-"""`allstep store`: serves the store of elastic runs, apart from the hosts that train.
+"""`allstep store`: serves the store of elastic runs on a host of its own.
 
 [Note: store apart] A launcher that serves the store takes the run along when it ends. This process
 only answers who is in which generation, and for several runs. If it ends, those that train go on.
@@ -52,7 +52,7 @@ def _serve(port: int) -> TCPStore:
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Host and port of a store that answers.
+    """The host and port of a store, which must answer.
 
     Args:
         text: HOST:PORT, as a user has written it.

@@ -1,4 +1,4 @@
-"""What a run came to, on one screen, with one next step."""
+"""A run's summary on one screen, with one next step."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from allstep.train import RunReport
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What the report alone doesn't know.
+    """Facts for the summary beside the report.
 
     Attributes:
         workers: how many trained together.

@@ -1,4 +1,4 @@
-"""`allstep sweep`: a recipe with several values of its flags, side by side, in one table."""
+"""`allstep sweep`: trains a recipe with several values of its flags, and compares them."""
 
 import argparse
 import shlex
@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def read_known(
     parser: argparse.ArgumentParser, arguments: Sequence[str], *counts: str
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The command's flags, those in `counts` as whole numbers, and the recipe's words."""
+    """The command's flags, those in `counts` as integers, and the recipe's arguments."""
     known, flags = parser.parse_known_args(arguments)
     if arguments[0] != known.recipe:
         raise UsageError(f"Name the recipe first: `{parser.prog} RECIPE ...`; {_EXAMPLE}")
@@ -95,7 +95,7 @@ def _whole_number(name: str, text: str | None) -> int | None:
 def tell_how_to_go_on(
     command: str, arguments: Sequence[str], folder: Path, given: Path | None
 ) -> None:
-    """Prints the command that goes on with what a signal has ended.
+    """Prints the command that continues after a signal.
 
     Args:
         command: its name.

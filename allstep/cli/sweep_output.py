@@ -1,4 +1,4 @@
-"""What a sweep came to: a table, for people and programs, and a picture."""
+"""A sweep's results: a table for people and for programs, and a plot."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ _WIDE_RATIO = 8  # of numbers that a logarithmic axis shows better
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """All of a sweep, the best first, then those that have no score in the plan's order."""
+    """A sweep's trainings, the best first; those without a score last, in the plan's order."""
     sign = 1 if outcomes[0].training.recipe.best_mode == "min" else -1
     return sorted(outcomes, key=lambda o: math.inf if math.isnan(o.score) else sign * o.score)
 
 
 def _metric_of(outcomes: Sequence[Outcome]) -> str:
-    """What they are ranked by: "best NAME", or the last accuracy."""
+    """The metric of the ranking: "best NAME", or the last accuracy."""
     name = outcomes[0].training.recipe.best_metric
     return f"best {name}" if name else "accuracy"
 
@@ -51,13 +51,13 @@ def show(outcomes: Sequence[Outcome]) -> None:
 
 
 def _metrics(outcome: Outcome) -> Mapping[str, float]:
-    """Of the last evaluation; empty without one."""
+    """The metrics of the last evaluation; empty without one."""
     found = {} if outcome.report is None else outcome.report["metrics"]
     return {name: math.nan if value is None else value for name, value in found.items()}
 
 
 def as_plain(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """All of it for programs."""
+    """The whole table as plain data."""
     rows = [finite(_plain_row(outcome)) for outcome in outcomes]
     return {"metric": _metric_of(outcomes), "runs": rows}
 
@@ -75,7 +75,7 @@ def _plain_row(outcome: Outcome) -> dict[str, Any]:
 
 
 def write_files(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Writes table.json, table.csv and, if there is something to draw with, plot.png.
+    """Writes table.json, table.csv and, if matplotlib is installed, plot.png.
 
     Returns:
         The files' names.
@@ -92,7 +92,7 @@ def write_files(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _make_figure(outcomes: Sequence[Outcome]) -> Any:
-    """The score over the first flag whose values are numbers; a line for each of the others'."""
+    """A figure of the score over the first numeric flag, with a line for each other setting."""
     figure = new_figure()
     axes = figure.subplots()
     rows = [(o.training.values, o.score) for o in outcomes if math.isfinite(o.score)]

@@ -1,4 +1,4 @@
-"""Which trainings a sweep has: the product of its lists; and the folder that they are kept in."""
+"""The trainings of a sweep, the product of its lists, and their folder."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ _OF_ALL = ("best_metric", "best_mode")  # what their table is sorted by
 
 
 def read_axes(flags: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The flags that have several values, by field, and the words of all others.
+    """The flags with several values, by field, and the arguments of all others.
 
     >>> read_axes(["--lr", "0.1,0.2", "--epochs", "3", "--compile", "--optimizer=sgd,lamb"])
     ({'lr': ['0.1', '0.2'], 'optimizer': ['sgd', 'lamb']}, ['--epochs', '3', '--compile'])
@@ -77,7 +77,7 @@ def _split(name: str, text: str) -> list[str]:
 
 
 def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> list[Training]:
-    """The trainings that a command line stands for; each is checked as `allstep train` would.
+    """The trainings of a command line, each checked as by `allstep train`.
 
     One for each combination of the flags' values, the last flag's changing first.
     """
@@ -100,7 +100,7 @@ def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> list[Trai
 def make_training(
     recipe_name: str, chosen: Mapping[str, str], others: Sequence[str], folder: Path
 ) -> Training:
-    """One training, whose folder is named by what is chosen.
+    """One training, in a folder that is named by its values.
 
     Args:
         recipe_name: which recipe.
@@ -117,7 +117,7 @@ def make_training(
 
 
 def _word(name: str, value: str) -> str:
-    """A field's flag; those that have no value are there or not."""
+    """A field's flag with its value; a switch without one."""
     switches = {"true": f"--{name}", "false": f"--no-{name}"}
     return switches.get(value, f"--{name}={value}")
 

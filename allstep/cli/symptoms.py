@@ -1,4 +1,4 @@
-"""What messages come from, and what helps: the tables of the guide «Troubleshooting», as data."""
+"""Causes and cures of messages: the tables of the guide «Troubleshooting», as data."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _PAGES = (_PACKAGE / "troubleshooting.md", _PACKAGE.parent / "docs/guides/troubl
 
 @dataclass(frozen=True)
 class Symptom:
-    """A message, or a few that mean the same.
+    """A message, or several with the same meaning.
 
     Attributes:
         messages: of each the fragments that it has, in this order.
@@ -40,12 +40,12 @@ class Symptom:
 
 
 def symptoms_of(text: str) -> list[Symptom]:
-    """Those that a message shows, in the order of the page."""
+    """The symptoms in a message, in the order of the page."""
     return [symptom for symptom in read_symptoms() if symptom.is_in(text)]
 
 
 def read_symptoms() -> Iterator[Symptom]:
-    """All that the guide lists; of a checkout the guide itself, of a wheel its copy."""
+    """All symptoms of the guide: in a checkout from the guide itself, in a wheel from its copy."""
     page = next(path for path in _PAGES if path.exists())
     for line in page.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -1,4 +1,4 @@
-"""`allstep train`: starts local workers, or joins those that a launcher has started."""
+"""`allstep train`: starts local workers, or runs as one of a launcher's workers."""
 
 import argparse
 import contextlib
@@ -55,7 +55,7 @@ flags of hosts:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How many workers, and where the run is kept."""
+    """The number of workers, and the run's folder."""
 
     workers: int | None = None
     """Workers to start on this machine; by default one for each GPU, or one."""
@@ -124,7 +124,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
-    """Checks all that can be wrong, and trains.
+    """Checks all options, and trains.
 
     Args:
         options: of the command line.
@@ -156,7 +156,7 @@ def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
 
 
 def _check_host(options: LaunchOptions, num_workers: int | None) -> None:
-    """What `doctor` asks for, as far as it needs no workers that have met."""
+    """Checks this host as `doctor` does, as far as that needs no connected workers."""
     if options.doctor is None:
         return
     if num_workers is None:
@@ -168,7 +168,7 @@ def _check_host(options: LaunchOptions, num_workers: int | None) -> None:
 
 
 def _check_elastic(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | None) -> None:
-    """Raises UsageError if a run can't be elastic that shall be, or flags say so of another."""
+    """Raises UsageError if a run can't be elastic, or elastic flags are given for another."""
     if not options.elastic:
         for name, value in options.given(*_ELASTIC).items():
             raise UsageError(
@@ -190,7 +190,7 @@ def _check_elastic(options: LaunchOptions, recipe: AnyRecipe, num_workers: int |
 
 
 def _check_starter(options: LaunchOptions, num_workers: int | None) -> None:
-    """Raises UsageError where another launcher would have to let workers go on, or start again."""
+    """Raises UsageError for elastic workers or restarts under another launcher."""
     check_integer("restarts", options.restarts, 0)
     if num_workers is not None:
         return
@@ -203,7 +203,7 @@ def _check_starter(options: LaunchOptions, num_workers: int | None) -> None:
 
 
 def _resumed(arguments: Sequence[str]) -> str | None:
-    """The value of `--resume`, if it is given; empty if it has none."""
+    """The value of `--resume`; None if it is not given, empty if it has no value."""
     for word, following in pairwise([*arguments, ""]):
         name, has_value, value = word.partition("=")
         if name == "--resume":
@@ -212,7 +212,7 @@ def _resumed(arguments: Sequence[str]) -> str | None:
 
 
 def _open_run(options: LaunchOptions, recipe: AnyRecipe) -> tuple[Path, bool]:
-    """The run's folder, and whether to go on with what is there."""
+    """The run's folder, and whether to continue the run in it."""
     if options.resume is not None and options.run_dir is None:
         raise UsageError(
             f"`resume` (={options.resume}) needs the run's folder: give `--run-dir DIR`, the same"
