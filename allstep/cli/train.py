@@ -92,7 +92,7 @@ class LaunchOptions:
     win."""
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of some fields that aren't as by default, and their values."""
+        """The given fields whose values aren't the defaults, with these values."""
         values = {name: getattr(self, name) for name in names}
         return {n: value for n, value in values.items() if value != getattr(LaunchOptions, n)}
 
@@ -240,7 +240,7 @@ def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
 
 
 def read_command_line(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
-    """How to launch a recipe, and the recipe with its fields set by flags."""
+    """The launch options and the recipe of a command line."""
     recipe_class = find_recipe(name)
     command_line = make_dataclass(
         "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
@@ -256,7 +256,7 @@ def read_command_line(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]
 
 
 def _read_flags(defaults: Any, flags: Sequence[str]) -> Any:
-    """The command line, with what `defaults` has where a flag is missing."""
+    """Reads the flags, with `defaults` for those that are missing."""
     recipe = defaults.recipe
     with speaking_once():
         return read_flags(
@@ -269,7 +269,7 @@ def _read_flags(defaults: Any, flags: Sequence[str]) -> Any:
 
 
 def _with_its_warmup(recipe: AnyRecipe) -> AnyRecipe:
-    """The recipe with its warm-up in numbers; says so where they aren't the usual ones."""
+    """The recipe with its warm-up in numbers; prints those that differ from the usual ones."""
     if not isinstance(recipe, Recipe) or recipe.warmup_epochs is not None:
         return recipe
     warmup_epochs = recipe.settings.warmup_epochs
@@ -283,7 +283,7 @@ def _with_its_warmup(recipe: AnyRecipe) -> AnyRecipe:
 
 
 def _show(rescaled: Rescaled, applied: Recipe, recipe: Recipe) -> None:
-    """Prints what became of a published recipe, and which flags changed it again."""
+    """Prints how a published recipe was rescaled, and which flags changed it."""
     lines = describe_changes(rescaled)
     changed = [
         f"{field.name} {getattr(recipe, field.name)}"
@@ -297,7 +297,7 @@ def _show(rescaled: Rescaled, applied: Recipe, recipe: Recipe) -> None:
 
 
 def _read_resume(arguments: list[str]) -> LaunchOptions:
-    """How to launch a run that goes on; its folder is `run_dir`."""
+    """The launch options of a resumed run; its folder is `run_dir`."""
     parser = argparse.ArgumentParser(
         prog="allstep train", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -326,7 +326,7 @@ def _read_resume(arguments: list[str]) -> LaunchOptions:
 
 
 def _tell_that_it_is_finished(run_dir: Path) -> bool:
-    """Prints what can be done with a run that has no step left; whether it is one."""
+    """Whether a run has no step left; then prints what can be done with it."""
     recipe = run_folder.read_recipe(run_dir, argument="resume")
     if not isinstance(recipe, Recipe):
         return False
@@ -348,7 +348,7 @@ def _tell_that_it_is_finished(run_dir: Path) -> bool:
 def _train_on(
     num_workers: int | None, run_dir: Path | None, options: LaunchOptions, *, resume: bool
 ) -> int:
-    """Trains; says how to continue if workers that were started didn't come to their end."""
+    """Trains; prints how to continue if workers that were started did not finish."""
     folder = None if run_dir is None else str(run_dir)
     is_over = resume and run_dir is not None and _tell_that_it_is_finished(run_dir)
     if num_workers is None:
@@ -370,7 +370,7 @@ def _train_on(
 def _train_apart(
     num_workers: int, run_dir: Path | None, options: LaunchOptions, *, resume: bool
 ) -> int:
-    """Trains in processes of their own, which are started again as often as the options say."""
+    """Trains in processes that this one starts, and restarts as often as the options say."""
     for number in range(options.restarts + 1):
         code, _ = ask_workers(
             num_workers,
@@ -388,7 +388,7 @@ def _train_apart(
 
 
 def _join_workers(folder: str | None, resume: bool, is_over: bool, *, has_doctor: bool) -> int:
-    """Trains as one of another launcher's workers, which does not know how to continue.
+    """Trains as one of another launcher's workers; prints how to continue, as it does not.
 
     Args:
         folder, resume, is_over: what rank 0 says counts: the run's folder, whether to go on with
@@ -399,7 +399,7 @@ def _join_workers(folder: str | None, resume: bool, is_over: bool, *, has_doctor
     known: list[str] = []
 
     def advice() -> str:
-        """Rank 0 may be the one that was lost."""
+        """Prints how to continue, on any rank, as rank 0 may be lost."""
         return f"{_advice(Path(known[0]), 1)} (with {launcher}, as before)" if known else ""
 
     def work(comm: Communicator) -> int:
@@ -428,7 +428,7 @@ def _advice(run_dir: Path, num_workers: int) -> str:
 
 
 def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
-    """What each worker does; returns its exit code.
+    """Trains as one of the workers; returns its exit code.
 
     Args:
         comm: this worker's communicator.

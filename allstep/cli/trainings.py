@@ -1,4 +1,4 @@
-"""Several trainings side by side, each as `allstep train` runs it, in a run's folder of its own."""
+"""Runs several trainings side by side, each as `allstep train` does, in its own folder."""
 
 import math
 import sys
@@ -52,13 +52,13 @@ class Training:
     values: Mapping[str, str] = field(default_factory=dict)
 
     def read_report(self) -> dict[str, Any] | None:
-        """What the run came to; None if it has not come to its end."""
+        """The run's report; None if it is not finished."""
         return run_folder.finished_report(self.run_dir, self.recipe)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a training.
+    """The outcome of a training.
 
     Attributes:
         training: which.
@@ -72,14 +72,14 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """A word."""
+        """The training's state in a word."""
         if self.report is not None:
             return "finished"
         return "failed" if self.failure is not None else "open"
 
     @property
     def score(self) -> float:
-        """What runs are compared by: `best_metric` at its best, else the last accuracy.
+        """The score of the comparison: the best of `best_metric`, else the last accuracy.
 
         NaN if there is none.
         """
@@ -92,14 +92,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Jobs:
-    """How many trainings run at a time, and on how many workers each."""
+    """The number of trainings at a time, and of workers for each."""
 
     num_jobs: int
     num_workers: int
 
 
 def read_jobs(jobs: int | None, workers: int | None) -> Jobs:
-    """What a command line asks for; by default as many trainings as the cores have room for.
+    """The jobs of a command line; by default as many trainings as the cores allow.
 
     On GPUs one at a time, as each training takes the first ones.
     """
@@ -123,13 +123,13 @@ def read_jobs(jobs: int | None, workers: int | None) -> Jobs:
 
 
 def check_folders(trainings: Sequence[Training]) -> None:
-    """Raises UsageError if a run's folder holds another training, or one that goes on now."""
+    """Raises UsageError if a run's folder has another training, or one that is running."""
     for training in trainings:
         run_folder.find_run(training.recipe, training.run_dir)
 
 
 def run_trainings(trainings: Sequence[Training], jobs: Jobs) -> tuple[list[Outcome], int | None]:
-    """Runs those that are not finished, from where they are; at the end no process is left.
+    """Runs or resumes the trainings that are not finished; leaves no process at the end.
 
     Each says what it came to as it ends, on standard error: standard output has the table only.
     SIGINT and SIGTERM are handed on: trainings end with a checkpoint, and no other begins.
@@ -183,7 +183,7 @@ def _workers(training: Training, jobs: Jobs, folder: Path) -> Workers:
 
 
 def train_beside_others(comm: Communicator, folder: str, num_jobs: int) -> int:
-    """What each worker of a training does, with its share of the cores; returns its exit code.
+    """Trains as one of a training's workers, on its share of the cores; returns its exit code.
 
     Args:
         comm: the training's workers.
@@ -218,6 +218,6 @@ def _tell(outcome: Outcome) -> None:
 
 
 def write_json(path: Path, plain: Any) -> None:
-    """Writes a file for programs, whole or not at all."""
+    """Writes plain data as a JSON file, atomically."""
     with writing_errors(str(path)):
         files.write_json(path, plain, indent=1)

@@ -11,7 +11,7 @@ from allstep.doctor import compare_machines
 
 
 def run_machines(arguments: list[str]) -> int:
-    """Compares the workers of a launcher, or such as this command starts; 0 if all are alike."""
+    """Compares the workers of a launcher or of this command; 0 if all give the same bits."""
     parser = argparse.ArgumentParser(
         prog="allstep verify",
         usage="allstep verify --machines [--workers N]",
@@ -27,7 +27,7 @@ def run_machines(arguments: list[str]) -> int:
 
 
 def machines_worker(comm: Communicator) -> int:
-    """What each worker does; rank 0 prints."""
+    """Compares as one of the workers; rank 0 prints the result."""
     found = compare_machines(comm)
     threads = comm.all_gather_object(torch.get_num_threads())
     unlike = {name: hashes for name, hashes in found.items() if len(set(hashes)) > 1}

@@ -1,4 +1,4 @@
-"""What `allstep verify` found, as a table and sentences, or as JSON."""
+"""The findings of `allstep verify`, as a table and sentences, or as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ _KINK = 0.01  # relative difference of a gradient that one unit may make
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All runs and what came of comparing them.
+    """All runs, and the results of comparing them.
 
     Attributes:
         one: the run that all others are compared with.
@@ -42,20 +42,20 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether all train the same model."""
+        """Whether all runs train the same model."""
         return all(diagnosis.is_same for diagnosis in self.diagnoses)
 
     @property
     def runs(self) -> list[RunRecord]:
-        """That one first."""
+        """All runs, the first being the one with which others are compared."""
         return [self.one, *self.others]
 
     def num_made(self, run: RunRecord) -> int:
-        """Steps of a run, as far as they were asked for."""
+        """The number of a run's steps, at most those requested."""
         return min(self.num_steps, run.num_steps)
 
     def num_common(self, run: RunRecord) -> int:
-        """Steps of a run that can be compared."""
+        """The number of a run's steps that can be compared."""
         num_both = min(self.num_made(self.one), run.num_steps)
         nonfinite_at = nonfinite_step(self.one, run)
         return num_both if nonfinite_at is None else min(num_both, nonfinite_at)
@@ -73,7 +73,7 @@ def show(comparison: Comparison) -> None:
 
 
 def _wide(comparison: Comparison) -> Table:
-    """A line for each step."""
+    """Prints a line for each step."""
     sizes = [str(run) for run in comparison.runs]
     table = make_table(
         "step",
@@ -93,7 +93,7 @@ def _wide(comparison: Comparison) -> Table:
 
 
 def _long(comparison: Comparison) -> Table:
-    """A line for each step and number of workers, for narrow terminals."""
+    """Prints a line for each step and number of workers, for narrow terminals."""
     table = make_table("step", "workers", "gradient norm", "parameter norm", "difference")
     for step in range(max(map(comparison.num_made, comparison.runs))):
         for run in comparison.runs:
@@ -158,7 +158,7 @@ def _conclusion(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) ->
 
 
 def _rounding(found: Rounding) -> list[str]:
-    """What is known of a difference that is gone without rounding."""
+    """Describes a difference that disappears without rounding."""
     growth = "doesn't grow steadily"
     if found.growth is not None:
         growth = (
@@ -203,7 +203,7 @@ def _hint(one: RunRecord, other: RunRecord, divergence: Divergence) -> str:
 
 
 def _lengths(run: RunRecord, step: int) -> set[tuple[int, ...]]:
-    """Sizes of the inputs' dimensions but the first."""
+    """The sizes of the inputs' dimensions, except for the first."""
     return {tuple(shape[1:]) for shape in run.input_shapes(step)}
 
 

@@ -1,4 +1,4 @@
-"""Starts a script on some number of workers, and collects their records or says what failed."""
+"""Runs a script on a number of workers, and collects their records or their failure."""
 
 import sys
 import tempfile
@@ -27,7 +27,7 @@ _NUM_LOG_LINES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How many workers run the script, with which arguments, and the mesh that they make of it.
+    """The number of workers for a run, the script's arguments, and the workers' mesh.
 
     Attributes:
         size: number of workers.
@@ -69,7 +69,7 @@ class Runs:
         without: Sequence[Factor] = (),
         whole: RunRecord | None = None,
     ) -> RunRecord:
-        """The script's first steps, without some factors.
+        """Runs the script's first steps, without the given factors.
 
         Args:
             start: on which workers.

@@ -1,4 +1,4 @@
-"""What `allstep verify` starts: numbers of workers, or meshes of them."""
+"""The runs of `allstep verify`: numbers of workers, or meshes of them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 def read_starts(
     workers: str | None, meshes: Sequence[str], arguments: Sequence[str]
 ) -> Sequence[Start]:
-    """What to compare; all with the first.
+    """The runs to compare; all are compared with the first.
 
     Args:
         workers: of `-n`; None if it was left out.
@@ -82,7 +82,7 @@ def _filled(arguments: Sequence[str], axes: Mapping[str, int]) -> tuple[str, ...
 
 
 def _check_differing(starts: Sequence[Start], names: Iterable[str]) -> None:
-    """Refuses meshes that a script couldn't tell apart."""
+    """Raises UsageError for meshes between which a script can't distinguish."""
     seen: dict[tuple[int, Sequence[str]], Start] = {}
     for start in starts:
         earlier = seen.setdefault((start.size, start.arguments), start)

@@ -1,4 +1,4 @@
-"""`allstep watch RUN`: a run's progress and its workers, live."""
+"""`allstep watch RUN`: shows a run's progress and its workers, live."""
 
 import argparse
 import math
@@ -31,7 +31,7 @@ def run(
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Shows a run until it is over; only once where nobody can see it move.
+    """Shows a run until it is over; only once if the output is no terminal.
 
     Args:
         arguments: what follows `allstep watch`.
@@ -81,7 +81,7 @@ def _watch(
 
 
 def _render(view: View, console: Console) -> list[RenderableType]:
-    """What matters first: a screen may be too low for all workers."""
+    """Renders a view, the most important lines first, as a screen may be too low for all."""
     parts: list[RenderableType] = [
         Text.assemble((view.recipe or "own script", "bold"), f"  {view.run}")
     ]
@@ -119,7 +119,7 @@ def _progress(view: View, *, draws: bool) -> str:
 
 
 def _bars(values: Sequence[float]) -> str:
-    """A picture of numbers, the lowest and the highest filling it; ? for what is not finite.
+    """A bar chart of numbers, scaled from the lowest to the highest; ? for nonfinite ones.
 
     >>> _bars([3.0, 2.0, float("nan"), 1.0])
     '█▄?▁'
@@ -133,7 +133,7 @@ def _bars(values: Sequence[float]) -> str:
 
 
 def _table(view: View, *, cuts: bool) -> Table:
-    """A row a worker; of one line, even if that cuts words, so that more of them fit a screen."""
+    """A table with a row for each worker, of one line, so that more of them fit a screen."""
     shares = ("micro-batches",) if view.micro_batches else ()
     titles = ("rank", "host", "doing", "for", *shares, "data", "compute", "wait")
     table = make_table(*titles, left=["host", "doing"])
@@ -153,7 +153,7 @@ def _table(view: View, *, cuts: bool) -> Table:
 
 
 def _doing(state: WorkerState) -> tuple[str, str]:
-    """What a worker is in, and for how long, if it is there."""
+    """A worker's phase and how long it has lasted; empty if the worker is gone."""
     if state.end is not None:
         return f"{state.end} in {state.where}", ""
     if not state.process:
@@ -168,7 +168,7 @@ def _doing(state: WorkerState) -> tuple[str, str]:
 
 
 def _seconds(seconds: float) -> str:
-    """Short times with a digit more.
+    """A time in words; short ones with one digit more.
 
     >>> _seconds(0.25), _seconds(75.3)
     ('0.2 s', '0:01:15')
@@ -177,7 +177,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _times(state: WorkerState) -> list[str]:
-    """Shares of a step's time: data, compute and waiting; empty if none was timed."""
+    """The shares of data, compute and waiting in a step's time; empty if none was timed."""
     times_s = [state.data_s, state.compute_s, state.wait_s]
     total_s = sum(times_s)
     return [f"{seconds / total_s:.0%}" for seconds in times_s] if total_s else []

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run as it goes, for `allstep watch`.
+"""The state of a running run, from its folder, for `allstep watch`.
 
 It is only read: a run that is watched does not notice. What stands there is written by each
 worker's last state, twice a second, and by rank 0's log, every `--log-every-steps` steps.
@@ -37,7 +37,7 @@ _REPORTED = Finding(
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A run at one moment.
+    """A run's state at one moment.
 
     Attributes:
         run: its folder.
@@ -71,7 +71,7 @@ class View:
     workers: Sequence[WorkerState]
 
     def as_plain(self) -> dict[str, Any]:
-        """For programs."""
+        """The view as plain data."""
         plain = asdict(self)
         del plain["workers"]
         finding = plain.pop("finding")
@@ -85,14 +85,14 @@ class View:
 
 
 def read_named_recipe(run_dir: Path) -> AnyRecipe | None:
-    """The run's recipe; None where an own script has left its workers' states."""
+    """The run's recipe; None for a user's script."""
     if not run_folder.is_run(run_dir) and left_states(run_dir):
         return None
     return run_folder.read_recipe(run_dir, argument="run")
 
 
 def read_view(run_dir: Path, recipe: AnyRecipe | None) -> View:
-    """What the folder says now.
+    """Reads the present view from the folder.
 
     Args:
         run_dir: the run's folder.
@@ -125,7 +125,7 @@ def read_view(run_dir: Path, recipe: AnyRecipe | None) -> View:
 
 
 def _lines(run_dir: Path, states: Sequence[WorkerState]) -> list[dict[str, float]]:
-    """The newest of the log; none of steps that a resumed run has yet to make again."""
+    """The newest lines of the log, without steps that a resumed run has yet to repeat."""
     try:
         read = read_metrics(run_dir, last_bytes=_TAIL_BYTES)
     except (UsageError, OSError):  # there is none yet
@@ -139,7 +139,7 @@ def _lines(run_dir: Path, states: Sequence[WorkerState]) -> list[dict[str, float
 
 
 def _step(states: Sequence[WorkerState], lines: Sequence[dict[str, float]]) -> int | None:
-    """What a worker is in, or what is logged: the last step ends behind both's sight."""
+    """The highest step that a worker is in, or that is logged; None if there is none."""
     seen = [state.step for state in states if state.step is not None]
     logged = [int(line["step"]) for line in lines[-1:]]
     return max(seen + logged, default=None)
@@ -151,7 +151,7 @@ def _time_left_s(
     step: int | None,
     num_total_steps: int | None,
 ) -> float | None:
-    """At the pace of the newest lines of this part of the run, evaluations included."""
+    """The time left at the pace of the newest lines since the last start, with evaluations."""
     if not states or step is None or num_total_steps is None:
         return None
     recent = [line for line in lines if line["time"] >= states[0].start_s][-_NUM_LINES:]
@@ -163,7 +163,7 @@ def _time_left_s(
 
 
 def _micro_batches(lines: Sequence[dict[str, float]]) -> list[int]:
-    """Those of the newest line that tells of steps."""
+    """The micro-batches by rank in the newest line about steps."""
     newest = next((line for line in reversed(lines) if "loss" in line), {})
     counts: list[int] = []
     with contextlib.suppress(KeyError, ValueError, OverflowError):  # none more, or no number

@@ -1,4 +1,4 @@
-"""`allstep why RUN`: what happened first in a run that died or hangs, where, and what to do."""
+"""`allstep why RUN`: finds the first failure of a run that died or hangs, and its cure."""
 
 import argparse
 import errno
@@ -37,7 +37,7 @@ _FRAME = re.compile(r'Current thread .*?\n  File "(.+?)", line (\d+) in (.+)')
 
 @dataclass(frozen=True)
 class Finding:
-    """What happened first.
+    """The first failure of a run.
 
     Attributes:
         what: a word for programs: failed, crashed, killed, stopped, lost, timed out, signalled,
@@ -54,7 +54,7 @@ class Finding:
 
 
 def run(arguments: list[str]) -> int:
-    """Reads what the workers of a run have left, and says what happened."""
+    """Reads the last states of a run's workers, and prints what happened."""
     parser = argparse.ArgumentParser(
         prog="allstep why",
         description="Says what happened first in a run that died or hangs, where, and what to do.",
@@ -102,18 +102,18 @@ def _print_symptoms(symptoms: Sequence[Symptom], is_json: bool) -> None:
 
 
 def left_states(run_dir: Path) -> list[WorkerState]:
-    """What the run's workers have left, by rank; of its newest part only."""
+    """The last states of a run's workers by rank, since its last start."""
     states = read_states(run_dir)
     return [state for state in states if state.rank < states[0].size]
 
 
 def plain_row(state: WorkerState) -> dict[str, Any]:
-    """A worker's state for programs."""
+    """A worker's state as plain data."""
     return {**asdict(state), "process_state": state.process}
 
 
 def is_over(states: Sequence[WorkerState]) -> bool:
-    """Whether no worker goes on, as far as that is known."""
+    """Whether all workers have ended, as far as is known."""
     return all(state.end or not state.process or _is_lost(state) for state in states)
 
 
@@ -122,7 +122,7 @@ def _is_lost(state: WorkerState) -> bool:
 
 
 def find_cause(states: Sequence[WorkerState], exits: Exits | None) -> Finding:
-    """What happened first.
+    """Finds the first failure of a run.
 
     Args:
         states: of the workers that left one; at least one.
@@ -178,7 +178,7 @@ def _crash(states: Sequence[WorkerState]) -> Finding | None:
 
 
 def _death(states: Sequence[WorkerState], exits: Exits) -> Finding | None:
-    """Of the worker that ended first, as its launcher saw it."""
+    """The failure of the worker that ended first, by its launcher's record."""
     rank, code = exits.first, exits.codes[exits.first] or 0
     state = next((state for state in states if exits.rank_of(state) == rank), None)
     if code >= 0 or (state is None and any(other.rank == rank for other in states)):
@@ -205,7 +205,7 @@ _KILLED = (
 
 
 def _stop(open_ended: Sequence[WorkerState]) -> Finding | None:
-    """Of a worker that is there and does nothing, or whose host is gone."""
+    """The failure of a worker that hangs, or whose host is gone."""
     for state in open_ended:
         age_s, process = state.age_s(), state.process
         if state.is_stopped or (process not in ("", "?") and age_s > _SILENT_S):
@@ -246,7 +246,7 @@ def _time_out(states: Sequence[WorkerState]) -> Finding | None:
 
 
 def _ending(states: Sequence[WorkerState]) -> Finding:
-    """Where nobody failed on its own account."""
+    """The finding where no worker failed by itself."""
     for end, what in ((SIGNALLED, "signalled"), (LOST_PEER, "unknown"), (EXITED, "unknown")):
         for state in states:
             if state.end == end:

@@ -1,4 +1,4 @@
-"""`allstep worker MODULE:FUNCTION FOLDER`: what each process of a launch runs; not for people.
+"""`allstep worker MODULE:FUNCTION FOLDER`: a worker process of a launch; not for direct use.
 
 [Note: worker protocol] The folder holds `call.json`, the function's arguments as plain data, and
 takes `result.json`, what rank 0 returns, the reports of failures and, where they are wanted, logs.
@@ -22,10 +22,10 @@ _CALL, _RESULT = "call.json", "result.json"
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker is asked for.
+    """The arguments of a worker's function, and the process on which it depends.
 
     Attributes:
-        arguments: of its function.
+        arguments: the function's arguments.
         launcher_pid: the process whose end ends the worker; None means its parent.
     """
 
@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
 
 
 def run_forked(name: str, folder: Path, environ: Mapping[str, str], log: Path | None) -> NoReturn:
-    """The same in a process that was forked with its signals blocked."""
+    """Runs one worker in a process that was forked with its signals blocked."""
     os.setsid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -72,33 +72,33 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def write_call(folder: Path, arguments: Mapping[str, Any], launcher_pid: int | None) -> None:
-    """Leaves a function's arguments for the workers."""
+    """Writes a function's arguments for the workers."""
     write_json(folder / _CALL, {"arguments": arguments, "launcher_pid": launcher_pid})
 
 
 def read_call(folder: Path) -> Call:
-    """What `write_call` has left."""
+    """Reads the arguments from `write_call`."""
     return Call(**read_json(folder / _CALL))
 
 
 def write_result(folder: Path, plain: Any) -> None:
-    """Leaves what came of it, whole or not at all."""
+    """Writes the function's result, atomically."""
     write_json(folder / _RESULT, plain)
 
 
 def read_result(folder: Path) -> Any:
-    """What rank 0 has left; None if nothing."""
+    """Rank 0's result; None if there is none."""
     path = folder / _RESULT
     return read_json(path) if path.exists() else None
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where a worker's output goes, if it is kept."""
+    """The file for a worker's output, if it is kept."""
     return folder / f"rank-{rank}.log"
 
 
 def share_cores(num_local_workers: int) -> None:
-    """Gives each worker of a host its share of the cores, unless the user said otherwise."""
+    """Gives each worker of a host its share of the cores, unless the user has set it."""
     if read_num_threads() is None:
         import torch
 
@@ -106,7 +106,7 @@ def share_cores(num_local_workers: int) -> None:
 
 
 def last_lines(folder: Path, rank: int, num_lines: int) -> list[str]:
-    """What a worker printed last."""
+    """The last lines of a worker's output."""
     path = log_path(folder, rank)
     lines = path.read_text(errors="replace").rstrip().splitlines() if path.exists() else []
     return lines[-num_lines:]

@@ -1,4 +1,4 @@
-"""Where workers come from: this command's own launcher, another launcher, or this process."""
+"""Runs workers by this command's own launcher, another launcher, or in this process."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ Body = Callable[..., Any]
 
 
 def num_workers_to_start(requested: int | None) -> int | None:
-    """How many workers this process has to provide; None if a launcher has started them."""
+    """The number of workers that this process must start; None under a launcher."""
     launch = read_launch()
     if launch.launcher != "none":
         if requested not in (None, launch.size):
@@ -51,7 +51,7 @@ def num_workers_to_start(requested: int | None) -> int | None:
 
 
 def check_min_workers(min_workers: int, num_workers: int) -> None:
-    """Raises UsageError unless so few of the workers may go on."""
+    """Raises UsageError if `min_workers` is invalid for the number of workers."""
     check_integer("workers", num_workers)
     check_integer("min_workers", min_workers)
     if min_workers > num_workers:
@@ -84,7 +84,7 @@ def ask_workers(
     store: tuple[str, int] | None = None,
     **arguments: Any,
 ) -> tuple[int, Any]:
-    """Runs a body in processes of their own; returns exit code and what rank 0 returned.
+    """Runs a body in new processes; returns the exit code and rank 0's result.
 
     Args:
         num_workers: how many.
@@ -102,13 +102,13 @@ def ask_workers(
 
 
 def call_of(folder: Path, body: Body, arguments: dict[str, Any]) -> tuple[str, Path, Any]:
-    """Function, folder and arguments of `Workers` that run a body on each worker."""
+    """The arguments of `Workers` with which each worker runs a body."""
     name = f"{body.__module__}:{body.__qualname__}"
     return f"{__name__}:run_body", folder, {"body": name, "arguments": arguments}
 
 
 def run_body(folder: Path) -> int:
-    """What `allstep worker` runs: the body that the call names, as one of the workers."""
+    """Runs the body that a call names as one of the workers; started by `allstep worker`."""
     call = read_call(folder)
     body = find_function(call.arguments["body"])
 
@@ -138,7 +138,7 @@ def run_here(
 
 @contextlib.contextmanager
 def speaking_once() -> Iterator[None]:
-    """Drops what is printed inside on all ranks but 0, which all would print alike."""
+    """Suppresses output inside on all ranks but 0, since all would print the same."""
     with contextlib.ExitStack() as stack:
         if read_launch().rank > 0:
             nowhere = io.StringIO()
