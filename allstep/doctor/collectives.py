@@ -1,4 +1,4 @@
-"""What exchanging a bucket takes here, from encoding to decoding, by itself and beside compute.
+"""Times of bucket exchanges, from encoding to decoding, alone and beside compute.
 
 [Note: timed collectives] Whole exchanges of buckets are timed, as an attached model makes them, on
 all workers at once: what they cost is what formats, sums, the network's software and workers that
@@ -36,7 +36,7 @@ _MOST_RANKS_APART = 16  # among more, connections of each size would be too many
 
 
 class BucketExchange:
-    """Buckets of zeros that are exchanged in turn, again and again. Made by all workers at once.
+    """Buckets of zeros that are exchanged in turn. Collective.
 
     Up to eight, and up to 64 MiB: the buckets of a model don't wait in a cache for each other.
     They lie where a model's would: in memory that workers share if that is where sums are taken.
@@ -71,7 +71,7 @@ class BucketExchange:
         self.num_at_once = 1 if self._native is None else 2
 
     def run(self) -> None:
-        """`num_at_once` exchanges. Collective."""
+        """Makes `num_at_once` exchanges. Collective."""
         turn = self._buckets[: self.num_at_once]
         self._buckets = self._buckets[self.num_at_once :] + turn
         flat, state = turn[0]
@@ -107,7 +107,7 @@ def measure_collectives(
 
 
 class _Timing:
-    """The exchanges of one kind, a few at a time."""
+    """Timed exchanges of one format, a few at a time."""
 
     def __init__(self, comm: Communicator, wire: str, algorithm: str, effort: Effort) -> None:
         self.kind = wire, algorithm
@@ -135,13 +135,13 @@ class _Timing:
         self._contention()  # the first time it is slow
 
     def add_round(self) -> None:
-        """Each bucket, and the usual one beside compute."""
+        """Times each bucket, and the usual one beside compute."""
         for index, seconds in enumerate(self.seconds):
             seconds.append(self._run(index))
         self.slowdowns.append(self._contention())
 
     def finish(self) -> MeasuredCollective:
-        """What the rounds have shown; nothing can be timed afterwards."""
+        """The measured times; nothing can be timed afterwards."""
         self.executor.shutdown()
         for transport in self.transports:
             _disconnect(transport, self.comm)
@@ -167,7 +167,7 @@ class _Timing:
 
 
 def _connect(comm: Communicator, algorithm: str) -> Transport:
-    """Connections that carry nothing else, where CPU ranks have any. [Note: timed collectives]"""
+    """Separate connections for the measurement, between CPU ranks. [Note: timed collectives]"""
     channel = comm if algorithm == SharedMemory.name else channel_of(comm)
     return Transport(channel, make_algorithm(algorithm, channel))
 
@@ -179,7 +179,7 @@ def _disconnect(transport: Transport, comm: Communicator) -> None:
 
 
 def measure_burst_s(comm: Communicator, timed: MeasuredCollective, effort: Effort) -> float:
-    """By how much an exchange is faster after a pause than right after another. Collective.
+    """The seconds by which an exchange is faster after a pause than after another. Collective.
 
     Args:
         comm: the workers.
@@ -206,7 +206,7 @@ def measure_burst_s(comm: Communicator, timed: MeasuredCollective, effort: Effor
 
 
 def head_start_s(comm: Communicator, paused_s: Sequence[float], busy_s: Sequence[float]) -> float:
-    """What a pause saves an exchange, of several with and without one. Collective.
+    """The seconds that a pause saves an exchange, from several with and without one. Collective.
 
     Args:
         comm: the workers.

@@ -1,4 +1,4 @@
-"""How much slower communication and compute get where they go on at once."""
+"""The slowdown of communication and compute that run at the same time."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -23,7 +23,7 @@ def measure_contention(
     product_s: float,
     executor: Executor,
 ) -> tuple[float, float]:
-    """Compute beside exchanges and exchanges beside compute, each against itself.
+    """Measures compute beside exchanges and exchanges beside compute, relative to each alone.
 
     One soon after the other, since a machine's speed changes. Collective.
 
@@ -61,7 +61,7 @@ def measure_contention(
 
 
 def _loop_s(product: Callable[[], None], goes_on: Callable[[float], bool]) -> float:
-    """Mean seconds of products for as long as `goes_on`, given the seconds so far."""
+    """The mean seconds of a product, repeated while `goes_on(seconds so far)`."""
     start_s = perf_counter()
     num_products, elapsed_s = 0, 0.0
     while num_products == 0 or goes_on(elapsed_s):

@@ -50,7 +50,7 @@ def measure_pairs(comm: Communicator, effort: Effort = USUAL_EFFORT) -> tuple[Pa
 
 
 def slowest(pairs: Sequence[PairTiming], *, same_host: bool) -> Link | None:
-    """The link that sets the pace of a ring: the least bandwidth, the longest latency."""
+    """The link that limits a ring: the lowest bandwidth and the highest latency."""
     links = [pair.link for pair in pairs if pair.same_host == same_host]
     if not links:
         return None
@@ -61,7 +61,7 @@ def slowest(pairs: Sequence[PairTiming], *, same_host: bool) -> Link | None:
 
 
 def _pairs(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """First workers of two hosts, and the first of a host with each other one there.
+    """Pairs of two hosts' first workers, and of a host's first worker with each other one there.
 
     >>> _pairs([(0, 0), (0, 1), (1, 0)])
     [(0, 1), (0, 2)]
@@ -74,7 +74,7 @@ def _pairs(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _ask(comm: Communicator, peer: int, sizes_bytes: Sequence[int]) -> tuple[float, float]:
-    """Sends messages that are confirmed; says before each how long it is, 0 to end.
+    """Sends messages that are acknowledged, each after its length; 0 ends them.
 
     Returns:
         Bandwidth in bits per second, and latency in seconds.

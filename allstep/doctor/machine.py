@@ -1,4 +1,4 @@
-"""What the workers' machines do: matrix products, the peak of training, and copies in memory."""
+"""Rates of the workers' machines: matrix products and copies in memory."""
 
 from collections.abc import Callable
 from statistics import median
@@ -23,7 +23,7 @@ def measure_gemm_flops(
     size: int = Effort.matrix_size,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
-    """Floating-point operations per second of square matrix products on all workers at once.
+    """Floating-point operations per second of square matrix products, on all workers at once.
 
     rate = sum over workers of max over repeats of 2 * size^3 / seconds_per_product
 
@@ -69,7 +69,7 @@ def make_product(
 
 
 def measure_copy_s_per_byte(comm: Communicator, effort: Effort = USUAL_EFFORT) -> float:
-    """The slowest worker's, of memory in no cache, while all workers copy. Collective."""
+    """The slowest worker's copy time of uncached memory, while all workers copy. Collective."""
     source = torch.ones(effort.copy_bytes // 4, device=comm.device)
     target = torch.empty_like(source)
 

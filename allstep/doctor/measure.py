@@ -1,4 +1,4 @@
-"""What the planner needs to know of these workers, measured in less than a minute."""
+"""Measurements of these workers for the planner, in less than a minute."""
 
 from statistics import median
 
@@ -25,7 +25,7 @@ _BUCKET_BYTES = 1 << 20
 def measure(
     comm: Communicator, compressions: tuple[str, ...] = COMPRESSIONS, effort: Effort = USUAL_EFFORT
 ) -> Measurements:
-    """Measures with all workers at work at once, as in training. Collective.
+    """Measures while all workers work at the same time, as in training. Collective.
 
     Args:
         comm: the workers.
@@ -87,7 +87,7 @@ def _gradient_s(comm: Communicator) -> float:
 
 
 def _step_s(comm: Communicator, policy: PolicySpec | None) -> float:
-    """Of a model whose passes do nothing but hand out gradients."""
+    """The seconds of a step of a model whose passes only make gradients."""
     layers = [PausingLayer(1) for _ in range(_NUM_GRADIENTS)]
     with steps_under(comm, pausing_training(layers, comm.device), policy) as run:
         return median(run(1, _NUM_STEPS))

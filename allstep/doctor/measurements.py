@@ -1,4 +1,4 @@
-"""What was measured of a group of workers, as one value that can be kept in a file."""
+"""Measurements of a group of workers, as one value that can be written to a file."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ class PairTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What was measured of some workers, with all of them at work.
+    """Measurements of some workers, made while all of them work.
 
     Attributes:
         cluster: these workers, for the planner. Its links are the slowest of `pairs` inside a host
@@ -41,7 +41,7 @@ class Measurements:
     pairs: tuple[PairTiming, ...]
 
     def write(self, path: Path) -> None:
-        """Writes a JSON file; readers see the whole of it or nothing.
+        """Writes a JSON file, atomically.
 
         Raises:
             UsageError: if it can't be written.
@@ -53,7 +53,7 @@ class Measurements:
 
 
 def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
-    """What `Measurements.write` has written.
+    """Reads the file of `Measurements.write`.
 
     Args:
         path: of the file.

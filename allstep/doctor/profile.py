@@ -1,4 +1,4 @@
-"""What a step of a user's own script takes: the script is run for a few steps and watched."""
+"""Profiles a step of a user's script, which is run for a few steps."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ NUM_UPDATES = 1 + _NUM_WARM + _NUM_TIMED  # the first is where the first whole s
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptProfile:
-    """What a script does as a single worker.
+    """The profile of a script on a single worker.
 
     Attributes:
         micro: a step of one of its micro-batches.
@@ -31,7 +31,7 @@ class ScriptProfile:
     global_batch: int | None
 
     def spec(self, global_batch: int | None = None) -> TrainingSpec:
-        """The script for the planner, with another global batch if one is given.
+        """The script's workload for the planner, with another global batch if one is given.
 
         >>> micro = Workload(num_params=1, forward_s=1.0, backward_s=2.0, num_samples=16)
         >>> profile = ScriptProfile(micro=micro, num_micro_batches=2, global_batch=None)
@@ -48,7 +48,7 @@ class ScriptProfile:
 
 
 def profile_script(script: Path, arguments: Sequence[str], result: Path, timeout_s: float) -> None:
-    """Runs a script in this process until enough is known of it. See [Note: profiled script].
+    """Runs a script in this process until its profile is complete. [Note: profiled script]
 
     Args:
         script: any that calls `allstep.attach`.
@@ -68,7 +68,7 @@ def profile_script(script: Path, arguments: Sequence[str], result: Path, timeout
 
 
 def read_profile(result: Path, script: Path) -> ScriptProfile:
-    """What `profile_script` has left.
+    """Reads the profile of `profile_script`.
 
     Raises:
         UsageError: if the script failed, or nothing can be said about it.
@@ -81,7 +81,7 @@ def read_profile(result: Path, script: Path) -> ScriptProfile:
 
 
 def _profile(profiler: Profiler) -> ScriptProfile:
-    """Of steps with as many micro-batches as most: an epoch's last may have fewer."""
+    """The profile of the steps with the most micro-batches; an epoch's last may have fewer."""
     timed = profiler.steps[_NUM_WARM:]
     num_micro_batches = statistics.mode(len(step.num_samples) for step in timed)
     usual = [step for step in timed if len(step.num_samples) == num_micro_batches]
@@ -101,7 +101,7 @@ def _profile(profiler: Profiler) -> ScriptProfile:
 
 
 def _mistake(profiler: Profiler) -> str | None:
-    """Why there is nothing to say about a script that ran."""
+    """The reason why a script that ran has no profile."""
     if not profiler.is_attached:
         return (
             "never calls `allstep.attach`: attach the model, or describe it by `--params` and"

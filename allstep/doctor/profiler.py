@@ -1,4 +1,4 @@
-"""What the first steps of a user's script take, seen by hooks on the model that it attaches.
+"""Times the first steps of a user's script, by hooks on the model that it attaches.
 
 [Note: profiled script] A step goes from one `optimizer.step()` of the model's parameters to the
 next, whatever happens between: data, several micro-batches, clipping. A micro-batch is what goes
@@ -32,7 +32,7 @@ from allstep.exchange import BackwardPass, Exchange, FunctionHook
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """A step of a single worker.
+    """A step of a single worker, as measured.
 
     Attributes:
         num_samples: of each of its micro-batches.
@@ -45,14 +45,14 @@ class ProfiledStep:
 
 @dataclass
 class _Forward:
-    """A forward pass: its samples, until a backward pass comes from its outputs."""
+    """A forward pass, and its samples until a backward pass starts from its outputs."""
 
     num_samples: int
 
 
 @dataclass
 class _Backward:
-    """A backward pass: when it began and ended, and the samples that none before came from."""
+    """A backward pass: its start, its end, and the samples that no earlier one had."""
 
     begin_s: float
     end_s: float = 0.0
@@ -94,7 +94,7 @@ class Profiler:
         self._handle = register_optimizer_step_post_hook(self._after_step)
 
     def attach(self, attach: Attach, model: nn.Module, *args: Any, **options: Any) -> Exchange:
-        """Attaches; the first model counts."""
+        """Attaches a model; the first one is profiled."""
         exchange = attach(model, *args, **options)
         if self._exchange is None:
             self._exchange, self.global_batch = exchange, options.get("global_batch")
@@ -104,10 +104,10 @@ class Profiler:
         return exchange
 
     def see_mesh(self, mesh: Mesh[Communicator]) -> None:
-        """Meshes don't count."""
+        """Ignores meshes."""
 
     def close(self) -> None:
-        """Looks at no more steps."""
+        """Removes the hooks."""
         self._handle.remove()
 
     @property
@@ -118,7 +118,7 @@ class Profiler:
     # -- hooks ---------------------------------------------------------------------------------
 
     def _hook_parameters(self) -> None:
-        """Lazy ones are there after the first forward pass."""
+        """Hooks the parameters; lazy ones exist after the first forward pass."""
         assert self._exchange is not None
         for p in self._exchange.model.parameters():
             if is_lazy(p) or p in self.parameters:
@@ -204,7 +204,7 @@ def _num_samples(inputs: Any) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Those in tuples, lists, mappings and dataclasses, and whatever else torch can look into."""
+    """The tensors in tuples, lists, mappings, dataclasses and torch's registered containers."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -1,4 +1,4 @@
-"""Whether workers' machines compute alike: a fixed set of products and convolutions, hashed."""
+"""Compares the workers' machines by hashes of a fixed set of products and convolutions."""
 
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -11,7 +11,7 @@ from allstep.comm import Communicator
 
 
 def compare_machines(comm: Communicator) -> dict[str, list[str]]:
-    """Hashes of what each worker computes from the same numbers. Collective.
+    """Hashes of each worker's results from the same numbers. Collective.
 
     Where they differ, processors, libraries or numbers of threads do, and exact sums of gradients
     give the same bits only on workers whose hashes agree.
@@ -39,10 +39,10 @@ def _hash(tensors: list[Tensor]) -> str:
 
 
 def _computations(device: torch.device) -> Iterator[tuple[str, list[Tensor]]]:
-    """Name of a computation, and its results and gradients on the device."""
+    """Yields names of computations, each with its results and gradients on the device."""
 
     def noise(*shape: int) -> Tensor:
-        """Multiples of 2^-10 below 1, the same everywhere: no random generator, no library."""
+        """Multiples of 2^-10 below 1, the same on all machines, as no random generator is used."""
         num = torch.Size(shape).numel()
         numbers = (torch.arange(num, dtype=torch.int64) * 48271 + 11) % 2039 - 1019
         return (numbers.to(torch.float32) / 1024).view(shape).to(device).requires_grad_()

@@ -29,14 +29,14 @@ _POLL_S = 0.2
 
 
 class Observer(Protocol):
-    """Watches a script by hooks that change nothing in it."""
+    """Observes a script by hooks that change nothing in it."""
 
     @property
     def num_events(self) -> int:
-        """Forwards and steps so far, from which one can see that the script lives."""
+        """The number of forward passes and steps so far, which shows progress."""
 
     def attach(self, attach: Attach, *args: Any, **options: Any) -> Exchange:
-        """What the script finds in the place of `allstep.attach`, which is given."""
+        """Replaces `allstep.attach` in the script; gets the original."""
 
     def see_mesh(self, mesh: Mesh[Communicator]) -> None:
         """Called with each mesh that the script makes."""
@@ -47,7 +47,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a script ended before its time.
+    """The reason why a script ended early.
 
     Attributes:
         kind: "error", "exit" (with a code of its own), "timeout" (no progress) or "refused" (the
@@ -63,7 +63,7 @@ class Failure:
     time_s: float
 
     def words(self, timeout_s: float, where: str = "") -> str:
-        """What became of the script, for a sentence that begins with its name.
+        """The end of the script in words, for a sentence that begins with its name.
 
         Args:
             timeout_s: that it was given for a forward or a step.
@@ -81,11 +81,11 @@ class Failure:
 
 
 class ScriptRefusedError(UsageError):
-    """Ends a script that its observer can't take; the message goes on after the script's name."""
+    """Ends a script that its observer can't handle; the message follows the script's name."""
 
 
 class _EnoughSteps(BaseException):
-    """Leaves the script."""
+    """Raised in the script to leave it."""
 
 
 class ScriptRunner:
@@ -136,7 +136,7 @@ class ScriptRunner:
         return failure
 
     def stop(self) -> NoReturn:
-        """Leaves the script from a hook, as soon as enough was seen; it may still tidy up."""
+        """Leaves the script from a hook, as soon as enough was observed; it may still clean up."""
         if self._report_once(None):
             self._watchdog.expect_end()
             self._meet(_MEETING_S)
@@ -156,7 +156,7 @@ class ScriptRunner:
 
 @contextlib.contextmanager
 def _observed(observer: Observer) -> Iterator[None]:
-    """Shows the observer what is attached and which meshes are made."""
+    """Tells the observer which models are attached and which meshes are made."""
     room = importlib.import_module("allstep.exchange")
     attach, make_mesh = room.attach, Communicator.mesh
 
@@ -191,7 +191,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _failure(error: BaseException, script: Path) -> Failure | None:
-    """What ended the script; None if it ended by itself."""
+    """The failure that ended the script; None if it ended by itself."""
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return None
@@ -205,7 +205,7 @@ def _failure(error: BaseException, script: Path) -> Failure | None:
 
 
 def _frames_of_script(stack: StackSummary, script: Path) -> StackSummary:
-    """From where the script begins."""
+    """The frames from the script's first one on."""
     names = [os.path.realpath(frame.filename) for frame in stack]
     mine = os.path.realpath(script)
     start = names.index(mine) if mine in names else len(names)
@@ -213,7 +213,7 @@ def _frames_of_script(stack: StackSummary, script: Path) -> StackSummary:
 
 
 def _frames_of_user(stack: StackSummary, script: Path) -> StackSummary:
-    """From there up to where it calls torch or allstep."""
+    """The script's frames up to its call of torch or allstep."""
     frames = _frames_of_script(stack, script)
     libraries = tuple(os.path.dirname(module.__file__ or "") for module in (torch, allstep))
     inside = (i for i, frame in enumerate(frames) if frame.filename.startswith(libraries))
@@ -221,7 +221,7 @@ def _frames_of_user(stack: StackSummary, script: Path) -> StackSummary:
 
 
 class Watchdog:
-    """A thread that ends this process when nothing happens for too long, or its launcher is gone.
+    """A thread that ends this process after a long time without progress, or without launcher.
 
     Args:
         timeout_s: longest time in which nothing may happen.
@@ -247,7 +247,7 @@ class Watchdog:
         self._stopped = threading.Event()
 
     def start(self, num_events: Callable[[], int]) -> None:
-        """Begins to watch this thread.
+        """Starts watching this thread.
 
         Args:
             num_events: tells how much has happened.
@@ -258,7 +258,7 @@ class Watchdog:
         ).start()
 
     def expect_end(self) -> None:
-        """All is reported: the script may still tidy up, but not for long."""
+        """Allows the script a limited time to clean up, after all was reported."""
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self._tidy_s
 
@@ -267,7 +267,7 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self, thread: int, num_events: Callable[[], int], launcher: int) -> object:
-        """Until it ends the process, or nobody needs watching any more."""
+        """Watches until it ends the process, or is stopped."""
         seen, since_s = -1, time.monotonic()
         while not self._stopped.wait(_POLL_S):
             now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Hosts on one machine, with links as slow as one likes, to try a network before buying it.
+"""Simulated hosts on one machine with links of a given rate, by network namespaces.
 
 A host is a network namespace whose only way out is a link to a switch; two are joined by a cable,
 since a switch's work would be done by the hosts' cores. Needs root and iproute2.
@@ -18,7 +18,7 @@ _QUEUE_S = 0.1  # of a port, as in a switch with some hundred KB of memory for i
 
 
 class UnavailableError(AllstepError, RuntimeError):
-    """This machine can't have hosts of its own; the message says why."""
+    """Raised if this machine can't have simulated hosts; the message says why."""
 
 
 class ShapedHosts:
@@ -52,7 +52,7 @@ class ShapedHosts:
         return list(self._hosts)
 
     def commands(self, command: Sequence[str], variables: Mapping[str, object]) -> list[list[str]]:
-        """A command for each host, as rank i of as many, as torchrun would start it."""
+        """A command for each host, which runs as rank i, as torchrun would start it."""
         size = len(self._hosts)
         alike: dict[str, object] = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         alike |= {"GROUP_WORLD_SIZE": size, "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": 29_400}
@@ -96,7 +96,7 @@ class ShapedHosts:
             _ip("-n", self._switch, "link", "set", f"port{number}", "master", "switch", "up")
 
     def _join(self, namespace: str, device: str, host: str) -> None:
-        """Lays a cable from a device to a host's `eth0`; each end sends no faster than allowed."""
+        """Connects a device to a host's `eth0`, with a limited rate at each end."""
         _ip(
             *("-n", namespace, "link", "add", device, "type", "veth"),
             *("peer", "name", "eth0", "netns", host),
@@ -111,7 +111,7 @@ class ShapedHosts:
         _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
     def _remove(self) -> None:
-        """Removes what there is; links go with their namespaces."""
+        """Removes the devices and namespaces; links are removed with their namespaces."""
         for namespace in (*self._hosts, self._switch):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 

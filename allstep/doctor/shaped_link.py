@@ -1,4 +1,4 @@
-"""A link as slow as one likes under a communicator, where there is no right to `ShapedHosts`.
+"""A link of a given rate under a communicator, without the privileges of `ShapedHosts`.
 
 It shapes only allstep's own messages.
 """
@@ -15,7 +15,7 @@ from allstep.comm import Communicator, CompletedWork, JoinedWork, Topology, Wire
 
 
 class TokenBucket:
-    """What leaves a worker: bytes in order, at `rate_bps`.
+    """A token bucket for the bytes that a worker sends, at `rate_bps`.
 
     Args:
         rate_bps: bits per second.
@@ -33,19 +33,19 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: float) -> float:
-        """Seconds on the clock when the last of so many bytes will have left."""
+        """Takes tokens for a message; the time in seconds when its last byte will have left."""
         with self._lock:
             start_s = max(self._free_s, self._clock())
             self._free_s = start_s + 8 * num_bytes / self._rate_bps
             return self._free_s
 
     def wait_until(self, end_s: float) -> None:
-        """Sleeps until then."""
+        """Sleeps until a time."""
         time.sleep(max(0.0, end_s - self._clock()))
 
 
 class ShapedCommunicator(Communicator):
-    """The workers of another communicator, each as a host whose messages pass a token bucket.
+    """A communicator whose workers' messages pass a token bucket, as if each were a host.
 
     Args:
         comm: stays open; close it afterwards.
@@ -58,7 +58,7 @@ class ShapedCommunicator(Communicator):
 
 
 class ShapedWire:
-    """Another wire behind a token bucket.
+    """A wire behind a token bucket.
 
     An all-reduce counts as a ring's, 2 (size - 1) / size of the tensor's bytes, a broadcast as the
     tensor's.
@@ -75,7 +75,7 @@ class ShapedWire:
 
     @property
     def timeout_s(self) -> float:
-        """How long a call may take."""
+        """The timeout of a call."""
         return self._wire.timeout_s
 
     @timeout_s.setter
@@ -86,7 +86,7 @@ class ShapedWire:
         return self._wire.transport_device(device)
 
     def _paced(self, num_bytes: float, work: Work[None]) -> Work[None]:
-        """Lets a message end when its last byte would have left."""
+        """A Work that ends when the message's last byte would have left."""
         end_s = self._bucket.take(num_bytes)
 
         return JoinedWork([work], lambda: self._bucket.wait_until(end_s))

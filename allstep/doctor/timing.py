@@ -1,4 +1,4 @@
-"""Clocks of one worker, and those of several made one."""
+"""Clocks of one worker, and times that several workers agree on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured, and for how long: by default enough for the planner in a minute.
+    """The amount and duration of measurements; by default enough for the planner, in a minute.
 
     Attributes:
         bucket_sizes_bytes: of the buckets that are exchanged, in float32; growing.
@@ -43,19 +43,19 @@ USUAL_EFFORT = Effort()
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has done what it was told on the present stream."""
+    """Waits until a GPU has finished the present stream."""
     if has_streams(device):
         current_stream(device).synchronize()
 
 
 def now_s(device: torch.device) -> float:
-    """The time once a GPU has done what it was told."""
+    """The time after a GPU has finished the present stream."""
     synchronize(device)
     return perf_counter()
 
 
 def runnable_s() -> float:
-    """Seconds in which this process's threads have used a core, or waited for one, all together.
+    """The seconds in which this process's threads have used or waited for a core, added up.
 
     Where several workers share a core, each uses it for a part of the time in which it needs it.
     Only Linux tells who waits.
@@ -77,12 +77,12 @@ def slowest_s(comm: Communicator, seconds: float) -> float:
 
 
 def mean_s(comm: Communicator, seconds: float) -> float:
-    """The workers' mean, on all of them. Collective."""
+    """The mean of the workers' seconds, on all of them. Collective."""
     own = torch.tensor(seconds, dtype=torch.float64)
     return float(comm.all_reduce(own, "mean"))
 
 
 def agreed_repeats(comm: Communicator, work: Callable[[], object], seconds: float) -> int:
-    """How often all workers should do something for it to take about so long. Collective."""
+    """The number of repeats that take about a given time, equal on all workers. Collective."""
     once_s = slowest_s(comm, timeit(work, number=1))
     return min(_MOST_REPEATS, max(1, round(seconds / once_s)))

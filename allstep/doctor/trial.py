@@ -1,4 +1,4 @@
-"""Training steps under a policy, timed for real."""
+"""Times training steps under a policy."""
 
 import logging
 import statistics
@@ -25,7 +25,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class RunSteps(Protocol):
-    """What `steps_under` yields."""
+    """The function that `steps_under` yields."""
 
     def __call__(self, num_steps: int, num_repeats: int = 1, /) -> list[float]: ...
 
@@ -46,7 +46,7 @@ class Training:
 
 
 def forward_share(training: Training, layers: Sequence[nn.Module]) -> float:
-    """Share of a forward pass's seconds that some layers take, the median of several passes.
+    """The share of some layers in a forward pass's time, the median of several passes.
 
     Args:
         training: whose model has them; it is not trained.
@@ -76,7 +76,7 @@ def forward_share(training: Training, layers: Sequence[nn.Module]) -> float:
 def measure_workload(
     comm: Communicator, training: Training, *, num_samples: int, num_steps: int = 15
 ) -> Workload:
-    """What steps without any exchange take, on all workers at once. Collective.
+    """Measures the workload of steps without any exchange, on all workers at once. Collective.
 
     Args:
         comm: the workers.
@@ -108,7 +108,7 @@ def time_steps(comm: Communicator, training: Training, num_steps: int) -> list[T
 
 
 def slowest_step(comm: Communicator, timed: TimedStep) -> TimedStep:
-    """When the last worker reached each point of a step."""
+    """The times at which the last worker reached each point of a step."""
     ends_s = [timed.forward_s, timed.forward_s + timed.backward_s, timed.optimizer_s]
     ends_s += [timed.forward_s + ready_s for _, ready_s in timed.gradients]
     last = comm.all_reduce(torch.tensor([*ends_s, timed.core_s], dtype=torch.float64), "max")
@@ -126,7 +126,7 @@ def slowest_step(comm: Communicator, timed: TimedStep) -> TimedStep:
 
 
 def exchange_policy(policy: PolicySpec) -> ExchangePolicy:
-    """What a settled policy of the planner is in a program."""
+    """The exchange policy of a planner's policy."""
     everything = 1 << 62  # one bucket
     bucket_bytes = policy.bucket_bytes if isinstance(policy.bucket_bytes, int) else everything
     return make_policy(
@@ -174,7 +174,7 @@ def measure_policy(
 def steps_under(
     comm: Communicator, training: Training, policy: PolicySpec | None, *, num_micro_batches: int = 1
 ) -> Iterator[RunSteps]:
-    """Steps of a training under a policy, as many as one wants and when one wants. Collective.
+    """A context with a function that runs any number of steps under a policy. Collective.
 
     Args:
         comm, num_micro_batches: as in `measure_policy`.
@@ -215,7 +215,7 @@ def steps_under(
 
 
 def whole_rounds(run: RunSteps, policy: PolicySpec, seconds: float) -> int:
-    """Steps that take about so long, and end with an exchange; a round is run to know it."""
+    """The number of steps that take about a given time and end with an exchange; runs a round."""
     (step_s,) = run(policy.sync_every)
     return max(1, round(seconds / (step_s * policy.sync_every))) * policy.sync_every
 
@@ -235,7 +235,7 @@ def _attached(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No announcement for each of many policies."""
+    """Suppresses the log line of each policy."""
     logger = logging.getLogger("allstep")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -246,7 +246,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Pause(torch.autograd.Function):
-    """A layer that takes time, but no core."""
+    """A layer that sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -264,7 +264,7 @@ class _Pause(torch.autograd.Function):
 
 
 class PausingLayer(nn.Module):
-    """A layer that computes nothing, and hands out a gradient.
+    """A layer that only sleeps, with a parameter that gets a gradient.
 
     Args:
         num_elements, dtype: of its weight.
@@ -306,7 +306,7 @@ def sleeping_training(workload: Workload) -> Training:
 def pausing_training(
     layers: Sequence[PausingLayer], device: torch.device | str = "cpu"
 ) -> Training:
-    """A training of these layers."""
+    """A training of pausing layers."""
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x = torch.zeros((), requires_grad=True, device=device)

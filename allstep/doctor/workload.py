@@ -1,4 +1,4 @@
-"""What one worker does in a step, timed without any exchange."""
+"""Times a worker's step without any exchange."""
 
 import statistics
 from collections import Counter
@@ -34,7 +34,7 @@ class TimedStep:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
@@ -77,12 +77,12 @@ def time_step(
 
 
 def num_elements_of(parameter: Tensor) -> int:
-    """Elements of a parameter's gradient as it travels: a complex one is two real ones."""
+    """The number of elements of a parameter's gradient as sent; a complex one counts twice."""
     return parameter.nbytes // parameter.dtype.to_real().itemsize
 
 
 def element_bytes_of(parameters: Iterable[Tensor]) -> int:
-    """Bytes of an element of their gradients; of those of several dtypes, of the most elements.
+    """Bytes of an element of the gradients; of several dtypes, of the one with most elements.
 
     >>> element_bytes_of(nn.Linear(2, 2, dtype=torch.bfloat16).parameters())
     2
@@ -123,7 +123,7 @@ def make_workload(steps: Sequence[TimedStep], num_samples: int, element_bytes: i
 
 
 def _lasting_mean(seconds: Sequence[float]) -> float:
-    """The median of the means of stretches.
+    """The median of the means of several stretches of steps.
 
     >>> _lasting_mean([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 90.0])
     1.5
@@ -136,7 +136,7 @@ def _lasting_mean(seconds: Sequence[float]) -> float:
 def _ready(
     sizes: Sequence[int], ready_s: Sequence[float], backward_s: float
 ) -> tuple[tuple[float, float], ...]:
-    """The gradient's share over the backward pass's, as `Workload` wants it.
+    """The times at which gradients are ready, as shares of the backward pass, for `Workload`.
 
     >>> _ready((30, 10), (0.1, 0.3), 0.4)
     ((0.0, 0.0), (0.75, 0.25), (1.0, 1.0))

@@ -1,4 +1,4 @@
-"""Takes factors out of a training: runs that agree without one have diverged because of it."""
+"""Removes factors from a training: if runs agree without a factor, it is the cause."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -29,7 +29,7 @@ _ITERATE = DataLoader.__iter__
 
 
 class Ablation:
-    """Keeps some things from happening in a training.
+    """Removes some factors from a training.
 
     Args:
         factors: "batch norm" makes it use its running statistics; "random state" replaces
@@ -49,11 +49,11 @@ class Ablation:
 
     @property
     def is_float64(self) -> bool:
-        """Whether all is computed in float64."""
+        """Whether everything is computed in float64."""
         return "float32" in self._factors
 
     def policy(self, policy: ExchangePolicy | None) -> ExchangePolicy | None:
-        """What to attach with."""
+        """The exchange policy to attach with."""
         reduction = "mean" if policy is None else policy.reduction
         if "order of sums" in self._factors:
             return Synchronous(reduction=reduction, compression="exact")
@@ -70,7 +70,7 @@ class Ablation:
                 self._float64.__enter__()  # type: ignore[no-untyped-call]
 
     def apply(self, exchange: Exchange) -> None:
-        """Takes up a model that was just attached."""
+        """Changes a model that was just attached."""
         if "batch norm" in self._factors:
             for module in exchange.model.modules():
                 if isinstance(module, _BatchNorm):
@@ -87,7 +87,7 @@ class Ablation:
                     p.register_hook(self._without_first_step)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Lets random numbers be random again, and float32 be float32."""
+        """Restores random numbers and float32."""
         if self._constant is not None:
             self._constant.__exit__(None, None, None)
             self._constant = None
@@ -117,7 +117,7 @@ class Ablation:
 
 
 def called_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """What is called in training: the model itself, "", or this worker's stages, by their numbers.
+    """The modules that a training calls by name: the model, "", or this worker's stages.
 
     >>> list(called_modules(nn.Linear(2, 1)))
     ['']
@@ -127,7 +127,7 @@ def called_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _freeze_statistics(module: _BatchNorm) -> None:
-    """Evaluation mode for the length of each forward; before anyone else looks at the mode."""
+    """Makes batch norms evaluate in each forward pass, before other hooks read the mode."""
     was_training: list[bool] = []
 
     def before(module: nn.Module, _: Any) -> None:

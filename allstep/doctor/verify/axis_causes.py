@@ -23,7 +23,7 @@ _LEFT = 30.0  # limits: a difference of sums is less exact than they are
 
 
 def axis_causes(one: RunRecord, other: RunRecord, divergence: Divergence | None) -> list[Cause]:
-    """What is wrong along axes that are not for data; nothing where no workers share a copy."""
+    """Causes along axes that are not for data; empty where no workers share a copy."""
     if len(other.sharers) < 2 or divergence is None:
         return []
     if divergence.quantity == "initial parameters":
@@ -38,7 +38,7 @@ def axis_causes(one: RunRecord, other: RunRecord, divergence: Divergence | None)
 
 
 def sharers_apart(run: RunRecord, quantity: Quantity = "parameters") -> tuple[int, str] | None:
-    """The first step and tensor that is not the same on workers that share a copy; None if all is.
+    """The first step and tensor that differs between workers that share a copy; None if none.
 
     Args:
         run: of a mesh.
@@ -53,7 +53,7 @@ def sharers_apart(run: RunRecord, quantity: Quantity = "parameters") -> tuple[in
 
 
 def output_apart(one: RunRecord, other: RunRecord, step: int) -> str | None:
-    """The first module that returns something else on workers that share a copy, in words.
+    """The first module whose output differs between workers that share a copy, in words.
 
     Args:
         one: the run in which outputs are whole.
@@ -95,7 +95,7 @@ def _other_parts(one: RunRecord, other: RunRecord) -> list[Cause]:
 
 
 def _missing_sum(one: RunRecord, other: RunRecord, last_step: int) -> list[Cause]:
-    """Whether the sharers' gradients are terms of the right one."""
+    """The cause, if the sharers' gradients are terms of the right one."""
     apart = sharers_apart(other, "gradient")
     if apart is None or apart[0] > last_step:
         return []
@@ -118,7 +118,7 @@ def _missing_sum(one: RunRecord, other: RunRecord, last_step: int) -> list[Cause
 
 
 def _scaled(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
-    """Whether gradients are as many times too large, or too small, as workers share a copy."""
+    """The cause, if gradients are too large or too small by the number of sharers."""
     mine, theirs = one.first.steps[step].gradients, other.first.steps[step].gradients
     limit = limit_of(one, other)
     names = _differing(mine, theirs, limit)
@@ -148,7 +148,7 @@ def _scaled(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
 
 
 def _repeated_bias(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
-    """Whether the first output that differs does so by some times a bias."""
+    """The cause, if the first output that differs does so by a multiple of a bias."""
     found = _first_output_apart(one, other, step)
     if found is None:
         return []
@@ -174,7 +174,7 @@ def _repeated_bias(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
 def _first_output_apart(
     one: RunRecord, other: RunRecord, step: int
 ) -> tuple[str, OutputSum, list[Series]] | None:
-    """The first module whose output differs: name, output in the first run, how far it is from it.
+    """The first module whose output differs: name, output in the first run, difference.
 
     A sharer's output may be a term of the right one. [Note: sharers]
     """
@@ -202,7 +202,7 @@ def _outputs(workers: Sequence[WorkerRecord], step: int) -> dict[str, OutputSum]
 
 
 def _is_cut(run: RunRecord, module: str) -> bool:
-    """Whether a parameter of its own is: its output may be a part of the whole one, or a term."""
+    """Whether a module's own parameter is cut; its output may then be a part or a term."""
     return any(name.rpartition(".")[0] == module for name in run.first.parts)
 
 
@@ -230,7 +230,7 @@ def _differing(x: Mapping[str, Sketch], y: Mapping[str, Sketch], limit: float) -
 
 
 def _products(sketches: Mapping[str, Sketch], name: str) -> Series:
-    """Those of a parameter's pieces, added up."""
+    """The products of a parameter's pieces, added up."""
     found = [
         np.array(sketch.products) for piece, sketch in sketches.items() if _base(piece) == name
     ]
@@ -238,7 +238,7 @@ def _products(sketches: Mapping[str, Sketch], name: str) -> Series:
 
 
 def _joined(sketches: Mapping[str, Sketch], names: Sequence[str]) -> Series:
-    """Those of several parameters, one after the other."""
+    """The products of several parameters, joined."""
     return np.concatenate([_products(sketches, name) for name in names])
 
 

@@ -1,4 +1,4 @@
-"""The causes that `verify` can name, and those that show in options and parameters."""
+"""The causes that `verify` can name, and signatures in options and parameters."""
 
 import math
 from dataclasses import dataclass
@@ -75,17 +75,17 @@ class Cause:
 
     @property
     def cure(self) -> str:
-        """What to do about it."""
+        """The cure."""
         return _CURES[self.name]
 
 
 def agree(x: Series, y: Series, limit: float) -> bool:
-    """Whether they differ by no more than rounding, relative to the second."""
+    """Whether two numbers differ by no more than rounding, relative to the second."""
     return bool(np.linalg.norm(x - y) <= limit * np.linalg.norm(y))
 
 
 def peer_causes(run: RunRecord) -> list[Cause]:
-    """Whether the workers of one run keep the same parameters, bit for bit; copies do, at least."""
+    """The cause, if workers of one run, or copies of the model, have different parameters."""
     for step in range(run.num_steps):
         for worker in run.workers[1:]:
             peer = next(other for other in run.workers if other.place == worker.place)
@@ -96,7 +96,7 @@ def peer_causes(run: RunRecord) -> list[Cause]:
 
 
 def format_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
-    """Whether the models compute in unlike number formats."""
+    """The cause, if the models compute in different number formats."""
     names = {torch.finfo(dtype).eps: str(dtype) for dtype in _FORMATS}
     epsilons = [max(worker.epsilon for worker in run.workers) for run in (one, other)]
     few, many = (names.get(epsilon, "") for epsilon in epsilons)
@@ -107,7 +107,7 @@ def format_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
 
 
 def seed_words(run: RunRecord) -> str | None:
-    """How the workers' random states differ, in words; None if they are alike."""
+    """The difference of the workers' random states in words; None if they are equal."""
     first = run.first
     for worker in run.workers[1:]:
         for mine, theirs in zip(first.torch_seeds, worker.torch_seeds, strict=False):
@@ -120,7 +120,7 @@ def seed_words(run: RunRecord) -> str | None:
 
 
 def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
-    """What is wrong with the learning rate and the other options of the optimizer."""
+    """Causes in the learning rate and the optimizer's other options."""
     causes: dict[str, Cause] = {}
     kinds = [_options_of_first_step(run) for run in (one, other)]
     if all(kinds) and (odd := sorted(kinds[0] ^ kinds[1])):
@@ -161,7 +161,7 @@ def _option_series(run: RunRecord) -> dict[str, Series]:
 
 
 def _rate_causes(few: Series, many: Series, one: RunRecord, other: RunRecord) -> list[Cause]:
-    """A constant factor, the schedule run through faster, or both."""
+    """Causes in the rate: a constant factor, a schedule that runs faster, or both."""
     causes = []
     factor = _constant_factor(few[: len(many)], many)
     if factor is not None:

@@ -1,4 +1,4 @@
-"""Numbers by which samples, parameters and random states are told apart."""
+"""Checksums of samples, parameters and random states."""
 
 import random
 import zlib
@@ -23,7 +23,7 @@ def random_states() -> dict[str, int]:
 
 
 def checksums_of_samples(tensors: Sequence[Tensor]) -> list[int]:
-    """One for each sample: of all tensors whose first dimension is that of the first."""
+    """A checksum for each sample, of all tensors with the first one's first dimension."""
     tensors = [tensor for tensor in tensors if tensor.numel() and tensor.dim()]
     if not tensors:
         return []
@@ -37,7 +37,7 @@ def checksums_of_samples(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
-    """Of its values' bits, however they lie in memory."""
+    """A checksum of a tensor's bits, independent of its memory layout."""
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     values = dense.cpu().resolve_conj().resolve_neg().contiguous()
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().tobytes(), start)

@@ -1,4 +1,4 @@
-"""Where two runs of one script diverge.
+"""The first divergence of two runs of a script.
 
 [Note: what is rounding] Two sums of the same numbers in another order differ by a few rounding
 units, epsilon, and by more where numbers cancel. Runs are taken to agree as long as
@@ -33,7 +33,7 @@ _OPTION_TOLERANCE = 1e-6  # schedules are computed in doubles
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first thing in which two runs differ by more than rounding.
+    """The first tensor in which two runs differ by more than rounding.
 
     Attributes:
         step: number of the optimizer step, from 0.
@@ -59,7 +59,7 @@ class Divergence:
 
 
 def limit_of(one: RunRecord, other: RunRecord) -> float:
-    """Largest relative difference that may be rounding; see [Note: what is rounding]."""
+    """The largest relative difference that may be rounding. [Note: what is rounding]"""
     epsilons = [worker.epsilon for run in (one, other) for worker in run.workers]
     return math.sqrt(max(epsilons) or _FLOAT32_EPSILON)
 
@@ -141,7 +141,7 @@ def total_norm(sketches: Mapping[str, Sketch]) -> float:
 def _differences_at(
     one: RunRecord, other: RunRecord, step: int, limit: float
 ) -> Iterator[tuple[Quantity, dict[str, float]]]:
-    """What a step shows, in the order in which it happens."""
+    """The differences in a step, in the order in which they arise."""
     if step == 0:
         mine, theirs = (run.first.initial_parameters for run in (one, other))
         yield "initial parameters", _tensor_differences(mine, theirs, limit)

@@ -1,4 +1,4 @@
-"""Random numbers of torch, Python and numpy, replaced by constants."""
+"""Replaces random numbers of torch, Python and numpy by constants."""
 
 import functools
 import random
@@ -36,7 +36,7 @@ _MADE_CONSTANT = [(module, name, _made_constant(draw)) for module, name, draw in
 
 
 class ConstantRandomNumbers(TorchDispatchMode):
-    """Whatever draws floating-point numbers gives a constant; torch's operators on this thread.
+    """A mode in which random functions return constants; for torch's operators on this thread.
 
     Whole numbers stay random, for they choose samples; but a single one is more likely the
     place of a crop. numpy's generator objects can't be reached.

@@ -1,4 +1,4 @@
-"""Whether two runs train the same model, and if not, why."""
+"""Compares two runs of a script, and finds the cause of a difference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ Rerun = Callable[[Sequence[Factor], int], tuple[RunRecord, RunRecord]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What came of comparing a run with the first one.
+    """The result of comparing a run with the first one.
 
     Attributes:
         divergence: where they first differ, or None.
@@ -63,7 +63,7 @@ class Diagnosis:
 
     @property
     def is_same(self) -> bool:
-        """Whether all is well: the same model, and no worker did another's work."""
+        """Whether the model is the same, and no worker repeated another's work."""
         return self.divergence is None and not self.causes
 
 
@@ -109,7 +109,7 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
 
 
 def _signatures(one: RunRecord, other: RunRecord, divergence: Divergence | None) -> list[Cause]:
-    """Causes that need no other run: those of the whole, and those of the first difference."""
+    """Causes that need no further run: of the whole, and of the first difference."""
     causes = option_causes(one, other) + format_causes(one, other)
     along_axes = axis_causes(one, other, divergence)
     if along_axes:
@@ -131,7 +131,7 @@ def _signatures(one: RunRecord, other: RunRecord, divergence: Divergence | None)
 
 
 def _sharer_causes(run: RunRecord) -> list[Cause]:
-    """Whether workers that share a copy keep what is whole on each of them the same."""
+    """The cause, if whole tensors differ between workers that share a copy."""
     if (apart := sharers_apart(run)) is None:
         return []
     step, name = apart
@@ -161,7 +161,7 @@ def _made_again(
 
 
 def _diagnose(one: RunRecord, other: RunRecord, rerun: Rerun, base: Sequence[Factor]) -> Diagnosis:
-    """The causes of what differs, where it is no rounding.
+    """The causes of a difference that is not rounding.
 
     Args:
         base: what further runs are to be without, too.
@@ -210,7 +210,7 @@ def _attempts(factors: Sequence[Factor]) -> list[list[Factor]]:
 def _causes_without(
     before: RunRecord, one: RunRecord, other: RunRecord, step: int
 ) -> list[Cause] | None:
-    """What else is wrong without the factors; None if they are not the cause."""
+    """The remaining causes without the factors; None if the factors are not the cause."""
     if step >= min(one.num_steps, other.num_steps):
         return None
     if len(before.all_samples(step)) > 1 and len(one.all_samples(step)) < 2:

@@ -1,4 +1,4 @@
-"""A training in float64, whatever it is written in: where rounding is tiny."""
+"""Runs a training in float64, whatever its dtype, so that rounding is tiny."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _BY_IDENTITY = (torch.autograd.grad, torch.autograd.backward)
 
 
 class Float64(TorchFunctionMode):
-    """Whatever meets a float64 tensor is computed in float64, on this thread.
+    """A mode in which operations with a float64 tensor compute in float64, on this thread.
 
     Parameters that were made float64 make everything so that follows from them: other arguments
     are converted, and what would convert back does nothing. Random numbers and data keep their
@@ -59,7 +59,7 @@ def make_float64(model: nn.Module) -> None:
 
 
 def _convert_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """For modules that compare dtypes themselves, such as `nn.LSTM`."""
+    """Converts inputs of modules that check dtypes themselves, such as `nn.LSTM`."""
     return pytree.tree_map_only(Tensor, _converted, (args, kwargs))
 
 
@@ -75,7 +75,7 @@ def _converted(leaf: Any) -> Any:
 
 
 def _writes(func: Any) -> bool:
-    """Whether the first argument is what is written to: `add_`, `__iadd__`, `__setitem__`."""
+    """Whether an operation writes to its first argument: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in ("__set__", "__setitem__") or name.startswith("__i")

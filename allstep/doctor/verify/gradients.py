@@ -14,7 +14,7 @@ _CLEARLY = 30.0  # limits
 
 
 def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
-    """Whether workers ran each other's samples."""
+    """The cause, if workers ran each other's samples."""
     steps = range(min(one.num_steps, other.num_steps))
     if all(_are_equal(one, other, step) for step in steps):
         samples = other.samples(0)[0].total()
@@ -25,7 +25,7 @@ def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
 
 
 def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
-    """Whether all workers ran the same samples, and these aren't what data like theirs give."""
+    """Whether all workers ran the same samples, and not because the data repeat."""
     first, *others = other.samples(step)
     few = one.all_samples(step)
     are_equal = all(samples == first for samples in others)
@@ -33,7 +33,7 @@ def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
 
 
 def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
-    """Whether workers ran some samples of others, though no sample was due twice."""
+    """Whether workers ran samples of others, though no sample was due twice."""
     steps = _first_pass(one, other, steps)
     parts = [
         {sample for step in steps for sample in worker.steps[step].samples}
@@ -100,14 +100,14 @@ def _batch_dim(one: RunRecord, other: RunRecord, step: int) -> int:
 
 
 def _num_samples(run: RunRecord, step: int, dim: int) -> list[int]:
-    """Each worker's."""
+    """Each worker's number of samples."""
     if not dim:
         return [samples.total() for samples in run.samples(step)]
     return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.copies]
 
 
 def _are_finite(run: RunRecord, step: int) -> bool:
-    """Whether all workers' own gradients are, so that one can reckon with them."""
+    """Whether all workers' own gradients are finite."""
     return all(
         np.isfinite(sketch.products).all()
         for worker in run.copies
@@ -116,7 +116,7 @@ def _are_finite(run: RunRecord, step: int) -> bool:
 
 
 def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[Cause]:
-    """The same gradient, but for a factor."""
+    """The cause, if the gradients differ by a factor."""
     if (both := _mean_gradients(one, other, step)) is None:
         return []
     few, many = both
@@ -133,7 +133,7 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
 
 
 def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Cause]:
-    """Weighed by samples, the workers' gradients give the right one."""
+    """The cause, if the workers' gradients weighed by samples give the right one."""
     counts = _num_samples(other, step, dim)
     if len(set(counts)) == 1:
         return []
