@@ -139,7 +139,7 @@ def _in_words(
 
 
 def _check_device(model: nn.Module, comm: Communicator) -> None:
-    """A CPU communicator has neither the streams nor the backend for an accelerator's gradients.
+    """Raises UsageError for gradients on an accelerator under a communicator of CPU ranks.
 
     Where gradients come on several devices, autograd calls hooks in several threads at once.
     """

@@ -183,7 +183,7 @@ class RunningStatistics:
         self._forget_parts()
 
     def settle(self) -> None:
-        """As `sync`, with exact sums, where every worker has R already; not collective.
+        """Does what `sync` does, for exact sums, where every worker already has R; not collective.
 
         Other modules' buffers are not changed.
         """

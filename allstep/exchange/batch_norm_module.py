@@ -1,4 +1,4 @@
-"""One batch norm module whose statistics are taken micro-batch by micro-batch."""
+"""A batch norm module with statistics of each micro-batch."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -101,7 +101,7 @@ class TrackedModule:
         self.shares = []
 
     def enter(self) -> None:
-        """A micro-batch begins."""
+        """Called at the start of a micro-batch."""
         slot = len(self.shares)
         if slot == _MAX_SLOTS:
             self._merge_slots()
@@ -115,7 +115,7 @@ class TrackedModule:
         self.is_active = True
 
     def leave(self, share: float | None) -> None:
-        """A micro-batch ends: keeps its statistics, the mean over its calls, unless it failed."""
+        """Called at a micro-batch's end; keeps its calls' mean statistics, unless it failed."""
         self.is_active = False
         self.module.__dict__["momentum"] = self._own_momentum
         if self.own is not None:

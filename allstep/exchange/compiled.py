@@ -92,7 +92,7 @@ def compiled_rounding() -> CompiledRounding | None:
 
 
 def load_rounding(folder: Path, compiler: Sequence[str]) -> CompiledRounding:
-    """What was compiled before, or is now.
+    """The compiled rounding; compiles it at the first call.
 
     Args:
         folder: where it is kept, if that can be written to.

@@ -53,7 +53,7 @@ class ExactShards:
         num_micro_batches: int,
         num_passes: int,
     ) -> None:
-        """A global batch begins.
+        """Called at the start of a global batch.
 
         Args:
             shards: name -> this worker's shard of what FSDP2 has sharded.
@@ -72,11 +72,11 @@ class ExactShards:
         self._is_open = False
 
     def round(self, name: str, whole: nn.Parameter, new: Tensor | None) -> Tensor | None:
-        """What is to be added to the gradient of a gathered parameter.
+        """The rounded gradient of a gathered parameter, which is added to `p.grad`.
 
         Args:
-            name: of the parameter.
-            whole: that FSDP2 has gathered.
+            name: the parameter's name.
+            whole: the parameter that FSDP2 has gathered.
             new: its gradient, of this worker's micro-batch.
         """
         if new is None or not self._is_open or self.sums.take_call(name):
@@ -110,7 +110,7 @@ class ExactShards:
         self._follow(num_exchanges)
 
     def sums_of_squares(self, parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        """What LAMB and LARS take norms of, whatever the shards. Collective.
+        """The sums of squares for LAMB's and LARS's norms, independent of the shards. Collective.
 
         Args:
             parameters: shards of this model; the same on all workers, each as often.
@@ -159,7 +159,7 @@ class ExactShards:
         self.sums.grid.follow(dict(zip(names, parts, strict=True)), self._apart.keys())
 
     def _largest_of_rows(self, name: str) -> Tensor:
-        """Of all rows of a gradient; 0 for those that this worker has nothing of."""
+        """The largest elements of a gradient's rows; 0 for rows on other workers only."""
         p, held = self._shards[name], self._gradient(name)
         assert held is not None
         return largest_of_rows_of_part(held, p.shape, bounds_of(p)[0][0] if p.dim() else 0)

@@ -311,7 +311,7 @@ class Exchange(ABC):
         return self._parts.clip_norm_(max_norm)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """As `scaler.unscale_(optimizer)`, after which all workers skip the same steps.
+        """Does what `scaler.unscale_(optimizer)` does, such that all workers skip the same steps.
 
         Needed before each `scaler.step(optimizer)` if experts or shards of the model are on several
         workers: a gradient that overflows on one of them concerns all. Then it is collective. It
@@ -536,7 +536,7 @@ class Exchange(ABC):
         agree(self.comm, action, described, details_digest=described_digest)
 
     def _describe(self) -> str:
-        """What this worker exchanges, in words; compared with the others'."""
+        """A description of this worker's exchange, which is compared with the others'."""
         if self.batch.step is not None:
             return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}"
         return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"

@@ -125,7 +125,7 @@ def _check_stages(name: str, stages: StageModules, modules: "Mapping[str, FSDPMo
 
 
 def _check_own(name: str, p: nn.Parameter) -> None:
-    """Of a parameter that only this worker has; others have others in its place."""
+    """Raises UsageError if FSDP2 shards a parameter that only this worker has."""
     if is_dtensor(p):
         raise UsageError(
             f"`{name}` is of an expert that one worker has, and FSDP2 has sharded it over several:"
@@ -135,7 +135,7 @@ def _check_own(name: str, p: nn.Parameter) -> None:
 
 
 def _check_mesh(name: str, mesh: "DeviceMesh", ranks: list[int]) -> None:
-    """Of shards over one axis, or copied along a first one; `ranks` are those of the workers."""
+    """Raises UsageError unless a mesh has one axis of shards, or copies before it, over `ranks`."""
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
         raise UsageError(
             f"`{name}` is sharded over {mesh}, and `comm` is of the ranks {ranks}: pass"

@@ -17,7 +17,7 @@ from allstep.exchange.hooks import ModuleHook, WeakHook, nothing
 
 @dataclass(frozen=True)
 class _Call:
-    """How the model was called, to call it so again."""
+    """A call of the model, which can be repeated."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -93,12 +93,12 @@ class CollectivePasses:
             module.reshard()
 
     def set_scale(self, scale: float) -> None:
-        """Of the sums that FSDP2 makes from now on."""
+        """Sets the scale of the sums that FSDP2 makes from now on."""
         for module in self._modules:
             module.set_gradient_divide_factor(1 / scale)
 
     def begin_batch(self, num_passes: int) -> None:
-        """A global batch begins, or an evaluation, without gradients. Collective.
+        """Called at the start of a global batch, or of an evaluation without gradients. Collective.
 
         Workers tell each other how many passes they make, and wait for that only before the first
         one, when they have read its samples.
@@ -185,5 +185,5 @@ class CollectivePasses:
 
 
 def _detached(x: Any) -> Any:
-    """The same for a call that is to have no past."""
+    """The arguments, detached from the graph."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

@@ -1,4 +1,4 @@
-"""What the passes of a global batch use of a model that FSDP2 has sharded."""
+"""The modules and parameters of an FSDP2 model that the passes of a global batch use."""
 
 import itertools
 from collections.abc import Callable, Container
@@ -23,7 +23,7 @@ _OLD_CURE = " Parameters of such a module that only some workers use need torch 
 
 
 class PartsInUse:
-    """Which sharded modules are called, and which of their parameters get gradients.
+    """Records which sharded modules are called, and which of their parameters get gradients.
 
     [Note: parts in use] FSDP2 sends the parameters of a module when it is called, and after it
     those gradients that this worker has. Where workers skip different layers, or use different
@@ -83,7 +83,7 @@ class PartsInUse:
         }
 
     def end_pass(self, *, is_counted: bool = True) -> None:
-        """What follows is of another one.
+        """Called at the end of a pass.
 
         Args:
             is_counted: False for a pass in which the worker only joins the others.
@@ -96,7 +96,7 @@ class PartsInUse:
 
     @property
     def calls(self) -> Details:
-        """What this worker has called since `begin`; must be equal on all."""
+        """The modules that this worker has called since `begin`; must be equal on all workers."""
         return [(f"call {number}", name) for number, name in enumerate(self._called)]
 
     @property
@@ -165,7 +165,7 @@ def _members_by_module(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]
 
 
 def _check_can_be_exact(name: str, whole: nn.Parameter) -> None:
-    """Of what FSDP2 gathers, whose gradients all are as it is."""
+    """Raises UsageError for parameters whose gradients can't be exact sums under FSDP2."""
     if whole.dtype not in (torch.float32, torch.float64):
         raise UsageError(
             f"`{name}` is gathered as {whole.dtype}, in which no gradient has an exact sum: leave"

@@ -33,7 +33,7 @@ _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
 @dataclass(frozen=True)
 class Unit:
-    """How the rows of one gradient are rounded.
+    """The units to which a gradient's rows are rounded.
 
     Attributes:
         shift: 1.5 * 2^(digits - 1) units, [rows, 1]; adding and subtracting it rounds.
@@ -241,7 +241,7 @@ class Grid:
         return self._round_by_torch(x.view(num_rows, -1), unit, out.view(num_rows, -1), adds=adds)
 
     def _round_by_torch(self, rows: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
-        """As `_round` for [rows, n], by torch's kernels, in parts that fit the cache."""
+        """`_round` for [rows, n], by torch's kernels, in parts that fit the cache."""
         largest = 0.0
         for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
             share = unit.share_of(piece, index)
@@ -284,7 +284,7 @@ class Grid:
 
         Args:
             totals: name -> global gradient, the same on all workers.
-            off_grid: those of which a part did not fit.
+            off_grid: names of the gradients of which a part did not fit.
         """
         new = {
             name: largest_of_rows(total)
@@ -294,11 +294,11 @@ class Grid:
         self.follow(new, off_grid)
 
     def follow(self, new: Mapping[str, Tensor], off_grid: Collection[str] = ()) -> None:
-        """The same, of global gradients whose largest elements are known.
+        """Updates the units from the largest elements of global gradients.
 
         Args:
-            new: name -> what `largest_of_rows` says, the same on all workers.
-            off_grid: those of which a part did not fit.
+            new: name -> result of `largest_of_rows`, the same on all workers.
+            off_grid: names of the gradients of which a part did not fit.
         """
         old = {name: top for name in new if (top := self._top_like(name, new[name])) is not None}
         largest = read_scalars([x.amax() for x in (*new.values(), *old.values())])
@@ -318,13 +318,13 @@ class Grid:
             self._units.pop(name, None)
 
     def _top_like(self, name: str, new: Tensor) -> Tensor | None:
-        """What is known of a parameter, unless it is another by now."""
+        """The largest elements recorded for a parameter; None if it has changed its shape."""
         old = self._tops.get(name)
         is_same = old is not None and len(old) == len(new) and old.device == new.device
         return old if is_same else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next units depend on, the same on all workers."""
+        """The state from which the next units follow, equal on all workers."""
         return {"tops": dict(self._tops)}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -406,7 +406,7 @@ def largest_of_rows(x: Tensor) -> Tensor:
 
 
 def largest_of_rows_of_part(part: Tensor, shape: torch.Size, start: int) -> Tensor:
-    """The same of a gradient that a worker has a part of: [rows] of the whole, 0 elsewhere.
+    """`largest_of_rows` for a part of a gradient: [rows] of the whole, 0 for rows elsewhere.
 
     Args:
         part: a slice along any dimension.

@@ -42,7 +42,7 @@ class Hook:
 
     @property
     def owner(self) -> Any:
-        """Who registered it."""
+        """The object that registered the hook."""
         return self._owner
 
     def __call__(self, *args: Any) -> Any:
@@ -79,7 +79,7 @@ class WeakHook(Hook):
 
     @property
     def owner(self) -> Any:
-        """Who registered it, or None if that is gone."""
+        """The object that registered the hook; None if it no longer exists."""
         return self._owner()
 
     def __call__(self, *args: Any) -> Any:

@@ -283,7 +283,7 @@ def _served_parameters(
 
 
 def _refuse_exchanged(model: nn.Module) -> None:
-    """A worker's gradient must be its own, whole and of this step."""
+    """Raises UsageError for a gradient that was exchanged, or is a part of one."""
     if divided_modules(model):
         raise UsageError(
             f"`model` has modules divided over workers ({', '.join(divided_modules(model))}),"
@@ -305,7 +305,7 @@ def _refuse_exchanged(model: nn.Module) -> None:
 
 
 def _divide(parameters: dict[str, nn.Parameter], size: int) -> list[dict[str, nn.Parameter]]:
-    """Whole parameters, the largest first, each to the rank that has the fewest elements yet."""
+    """Assigns whole parameters, the largest first, to the rank with the fewest elements so far."""
     num_elements = [0] * size
     owners = {}
     for name in sorted(parameters, key=lambda name: -parameters[name].numel()):

@@ -96,7 +96,7 @@ class PartGradients:
         return norm
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """As `scaler.unscale_(optimizer)`, with one result for all workers of a copy. Collective.
+        """Does what `scaler.unscale_(optimizer)` does, alike on all workers of a copy. Collective.
 
         Raises:
             UsageError: if FSDP2 has sharded the model and it has experts.

@@ -154,7 +154,7 @@ class Stale(ExchangePolicy):
 
     @property
     def staleness(self) -> int:
-        """The same as `steps`."""
+        """The staleness, which is `steps`."""
         return self.steps
 
 

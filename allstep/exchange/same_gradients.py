@@ -1,4 +1,4 @@
-"""Whose gradients FSDP2 hands over to a hook, which is given them without names."""
+"""Finds the parameters whose gradients FSDP2 passes to a hook without names."""
 
 import weakref
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class SameGradients:
         self._module, self._number = module, 0
 
     def _note(self, name: str) -> None:
-        """Of a parameter that FSDP2 has just given its gradient."""
+        """Records a parameter that FSDP2 has just given its gradient."""
         names = self._names.setdefault(self._module, [])
         if self._is_first:
             names.append(name)

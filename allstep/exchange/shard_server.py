@@ -12,7 +12,7 @@ from allstep.errors import CollectiveTimeoutError, CommunicationError
 
 
 class ShardServer:
-    """A shard: handed out as it is, changed by every gradient that arrives; one at a time.
+    """A shard of the parameters, which every gradient that arrives updates, one at a time.
 
     Args:
         parameters: of the shard.
@@ -61,7 +61,7 @@ class ShardServer:
             self._num_updates += 1
 
     def leave(self, rank: int) -> None:
-        """A rank has made its last request; nobody waits for its turn."""
+        """Called after a rank's last request, so that no rank waits for its turn."""
         with self._changed:
             self._arrivals = deque(other for other in self._arrivals if other != rank)
             self._changed.notify_all()

@@ -28,7 +28,7 @@ COMPUTE_CURE = "see what else runs on its machine"
 
 
 class WorkerTimes(NamedTuple):
-    """Where a worker's time went in one step; seconds.
+    """A worker's times in one step, in seconds.
 
     Attributes:
         data_s: waiting for samples.
@@ -44,7 +44,7 @@ class WorkerTimes(NamedTuple):
 
     @property
     def micro_batch_s(self) -> float:
-        """Of one micro-batch; 0 if there was none."""
+        """The time of one micro-batch; 0 if there was none."""
         return self.compute_s / self.num_micro_batches if self.num_micro_batches else 0.0
 
     def digits(self) -> list[int]:
@@ -112,7 +112,7 @@ class Stragglers:
 
     @property
     def worker_times(self) -> list[WorkerTimes]:
-        """Of all workers, by rank, as they were told last; [] until then."""
+        """The last times that the workers have told each other, by rank; [] until then."""
         rows = times_of(self._last).tolist()
         return [WorkerTimes._make((*seconds, int(num))) for *seconds, num in rows]
 

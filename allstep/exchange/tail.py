@@ -125,7 +125,7 @@ class AgreementResult:
 
     @property
     def notes(self) -> Tensor:
-        """What the workers told each other, once `is_good`; empty if nothing came together."""
+        """The workers' notes to each other, once `is_good`; empty if there are none."""
         return self.numbers[self.num_compared :]
 
     def is_good(self, comm: Communicator) -> bool:

@@ -31,7 +31,7 @@ Probe = tuple[Bucket, WireState]
 
 @dataclass(frozen=True)
 class Clock:
-    """What keeps the time of measurements; a test has one of its own."""
+    """The clock of measurements; tests pass their own."""
 
     now_s: Callable[[], float] = perf_counter
     sleep_s: Callable[[float], None] = sleep
@@ -42,11 +42,11 @@ _WALL_CLOCK = Clock()
 
 @dataclass(frozen=True)
 class ReadyGradient:
-    """A gradient as the backward pass makes it.
+    """A gradient and the time at which the backward pass makes it.
 
     Attributes:
-        name: of the parameter.
-        num_bytes: of the gradient.
+        name: the parameter's name.
+        num_bytes: the gradient's size.
         kind: gradients of different kinds can't share a bucket: dtype and device.
         ready_s: seconds from the start of the backward pass until it is ready.
     """
@@ -304,7 +304,7 @@ def _new_flat(gradients: Sequence[ReadyGradient], num_bytes: int) -> torch.Tenso
 
 
 def _new_probe(reducer: Reducer, num_bytes: int, flat: torch.Tensor) -> Probe:
-    """A bucket that belongs to no parameter, at the beginning of `flat`.
+    """A bucket without parameters, at the beginning of `flat`.
 
     All that are made of one `flat` may be under way at once: they add zeros to zeros.
     """

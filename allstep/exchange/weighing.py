@@ -1,4 +1,4 @@
-"""What the sum of a global batch's gradients is divided by, if its losses are sums themselves."""
+"""The divisor of a global batch's gradient sums, for losses that are sums themselves."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ _LIMBS = NUM_WEIGHT_DIGITS // _LIMB_DIGITS
 
 
 class Weighing:
-    """How one worker's losses of a global batch are weighed.
+    """The weighing of one worker's losses in a global batch.
 
     [Note: weights] A mean over samples is weighed before its backward pass, for the number of
     samples is known. Of sums, over tokens say, only the exchange tells by what to divide:
@@ -51,17 +51,17 @@ class Weighing:
 
     @classmethod
     def of_means(cls) -> "Weighing":
-        """Of losses that are weighed already, or not at all."""
+        """The weighing for losses that are means already."""
         weighing = cls()
         weighing.add_mean()
         return weighing
 
     def add_mean(self) -> None:
-        """A loss that was a mean, or a micro-batch without one."""
+        """Adds a loss that is a mean, or a micro-batch without a loss."""
         self.has_means = True
 
     def add(self, weight: float) -> None:
-        """A loss that was a sum.
+        """Adds a loss that is a sum.
 
         Raises:
             UsageError: if the weight can't be one, or the sum of them.
@@ -80,7 +80,7 @@ class Weighing:
         return float(total_of(torch.tensor([digits_of_units(self.units)])))
 
     def divisor(self) -> Tensor:
-        """What this worker's sums are divided by where it is left to itself."""
+        """The divisor of this worker's sums in steps that are not exchanged."""
         return torch.tensor(self.total() * self.factor, dtype=torch.float64)
 
 

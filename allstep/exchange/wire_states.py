@@ -1,4 +1,4 @@
-"""What a wire format remembers of buckets, from plan to plan, and in checkpoints."""
+"""The states of wire formats for buckets, across plans and in checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class WireStates:
         return any(state.residual is not None for state in self._states.values())
 
     def of(self, layout: BucketLayout) -> WireState:
-        """A bucket's state; a new bucket's has what was not sent of its parameters."""
+        """A bucket's state; a new bucket's contains the unsent rest of its parameters."""
         if layout in self._states:
             return self._states[layout]
         names = set(layout.names)
@@ -82,7 +82,7 @@ class WireStates:
         self._unsent = dict(unsent)
 
     def gather(self, comm: Communicator, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
-        """All workers' states of these buckets; residuals only on rank 0. Collective."""
+        """The states of all workers for some buckets; residuals on rank 0 only. Collective."""
         residuals, tensors = self._tensors_of(layouts)
         whole = [layout.without_gaps(residual) for layout, residual in residuals]
         # Each goes to the host before the next comes: all workers' together are many models.
