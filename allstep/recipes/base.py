@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -32,6 +33,15 @@ def package_folder(recipe: str, module: str, distribution: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(f"Recipe `{recipe}` needs {distribution}: pip install {distribution}.")
     return Path(spec.submodule_search_locations[0])
+
+
+def names_kept(kind: str, names: Sequence[str]) -> dict[str, str]:
+    """A hash of a model's words or classes, in the order of their numbers, for `Task.kept`.
+
+    >>> names_kept("vocabulary", ["a", "b"]) == names_kept("vocabulary", ["b", "a"])
+    False
+    """
+    return {kind: blake2b(repr(list(names)).encode(), digest_size=8).hexdigest()}
 
 
 class Objective(Protocol):

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Metrics, Task
+from allstep.recipes.base import names_kept
 from allstep.recipes.bert_data import SPECIAL, SegmentPairs, encode, learn_vocabulary
 from allstep.recipes.bert_model import BertConfig, BertForPreTraining
 from allstep.recipes.text import log_frequencies
-from allstep.recipes.texts import TokenRecipe, vocabulary_kept
+from allstep.recipes.texts import TokenRecipe
 from allstep.recipes.token_loss import summed_cross_entropy
 
 Size = Literal["tiny", "mini", "small", "base", "large"]
@@ -122,7 +123,7 @@ class Bert(TokenRecipe):
             *make_sets(self.sequence_length),
             PreTraining(log_frequencies(train.tokens, self.vocab_size)),
             self.later_stages(make_sets),
-            kept=vocabulary_kept(vocabulary),
+            kept=names_kept("vocabulary", vocabulary),
         )
 
     def _learn_vocabulary(self, texts: list[str], comm: Communicator) -> list[str]:

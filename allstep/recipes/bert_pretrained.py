@@ -6,12 +6,12 @@ from pathlib import Path
 
 import allstep
 from allstep import Communicator, UsageError
+from allstep.recipes.base import names_kept
 from allstep.recipes.bert import Bert
 from allstep.recipes.bert_data import SPECIAL
 from allstep.recipes.bert_files import load_bert
 from allstep.recipes.bert_model import PADDING_TOKEN, BertForPreTraining
 from allstep.recipes.registry import RECIPE_FILE, read_recipe_file
-from allstep.recipes.texts import vocabulary_kept
 
 _CONFIG = "config.json"
 _CURE = "Give its texts as they were, or files of `save_bert`, which need none."
@@ -78,7 +78,7 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
     model.load_state_dict(state["model"])
     vocabulary = recipe.vocabulary(comm)
     try:
-        allstep.train.check_same_data(state, vocabulary_kept(vocabulary), _CURE)
+        allstep.train.check_same_data(state, names_kept("vocabulary", vocabulary), _CURE)
     except allstep.errors.CheckpointError as error:
         raise allstep.errors.CheckpointError(f"`pretrained` (={path}): {error}") from None
     return Pretrained(model, vocabulary)

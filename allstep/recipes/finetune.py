@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
-from allstep.recipes.base import Recipe
+from allstep.recipes.base import Recipe, names_kept
 from allstep.recipes.bert_model import BertForSequenceClassification
 from allstep.recipes.bert_pretrained import check_pretrained, load_pretrained
 from allstep.recipes.labelled_texts import (
@@ -19,7 +19,6 @@ from allstep.recipes.labelled_texts import (
     read_classes,
     split_samples,
 )
-from allstep.recipes.texts import vocabulary_kept
 
 _LEAST_SEQUENCE = 3
 
@@ -103,7 +102,10 @@ class FineTune(Recipe):
             LabelledTokens(pretrained.vocabulary, test, self.sequence_length),
             SequenceClassification(majority=Counter(train.labels).most_common(1)[0][0]),
             collate_fn=collate_labelled,
-            kept=vocabulary_kept(pretrained.vocabulary),
+            kept={
+                **names_kept("vocabulary", pretrained.vocabulary),
+                **names_kept("classes", names),
+            },
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
-from allstep.recipes.base import Recipe
+from allstep.recipes.base import Recipe, names_kept
 from allstep.recipes.classification import Classifier
 from allstep.recipes.resnet import Depth, resnet
 
@@ -112,6 +112,7 @@ class Images(Recipe):
             make(train_images, crop=folder.random_crop),
             make(test_images, crop=folder.center_crop),
             classifier,
+            kept=names_kept("classes", train_images.classes),
         )
 
     @property

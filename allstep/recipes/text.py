@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
-from allstep.recipes.texts import TokenRecipe, vocabulary_kept
+from allstep.recipes.base import names_kept
+from allstep.recipes.texts import TokenRecipe
 from allstep.recipes.token_loss import most_likely, summed_cross_entropy
 from allstep.recipes.transformer import (
     Experts,
@@ -298,7 +299,7 @@ class Text(TokenRecipe):
             partial(allstep.data.text_folder.collate_padded, multiple=self.tensor_parallel)
             if self.samples == "paragraphs"
             else None,
-            vocabulary_kept(allstep.data.text_folder.tokens_of(tokenizer)),
+            names_kept("vocabulary", allstep.data.text_folder.tokens_of(tokenizer)),
         )
 
     @property

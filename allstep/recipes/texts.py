@@ -1,9 +1,8 @@
 """The base classes of recipes on a folder of text files: texts, and a second stage."""
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,15 +11,6 @@ from torch.utils.data import Dataset
 import allstep
 from allstep import UsageError
 from allstep.recipes.base import Recipe
-
-
-def vocabulary_kept(tokens: Sequence[str]) -> dict[str, str]:
-    """A hash of the tokens, in the order of their ids, to keep with a run; see `Task.kept`.
-
-    >>> vocabulary_kept(["a", "b"]) == vocabulary_kept(["b", "a"])
-    False
-    """
-    return {"vocabulary": blake2b(repr(list(tokens)).encode(), digest_size=8).hexdigest()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,6 +127,10 @@ def test_finetune_learns_and_says_what_a_constant_reaches(
     assert metrics["majority"] == pytest.approx(test.labels.count(0) / len(test.labels))
     assert metrics["accuracy"] > metrics["majority"] + 0.3
 
+    (folder / "animal.txt").rename(folder / "zoo.txt")  # another order of the classes
+    with pytest.raises(CheckpointError, match=r"`classes` .* differs from the checkpoint's"):
+        allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run", resume=True)
+
 
 def test_padding_changes_no_sample(make: Callable[..., FineTune]) -> None:
     task = make().task(Communicator.single_process())

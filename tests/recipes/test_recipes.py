@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 import allstep
 from allstep import Communicator, UsageError
+from allstep.errors import CheckpointError
 from allstep.recipes import REGISTRY
 from allstep.recipes.digits import Digits, load_digits
 from allstep.recipes.fashion import Fashion
@@ -138,6 +139,16 @@ def test_images_learn_and_are_held_out_by_name(pictures: Path, tmp_path: Path) -
     images, labels = default_collate([again.test_set[i] for i in range(len(again.test_set))])  # type: ignore[arg-type]
     right, count = again.metrics(again.model.train(), (images, labels))["accuracy"]
     assert right > 0.9 * count
+
+
+def test_images_whose_classes_were_renamed_are_not_resumed(tmp_path: Path) -> None:
+    """In the order of the new names the model's classes would be each other's."""
+    pictures = write_pictures(tmp_path / "pictures")
+    comm, recipe = Communicator.single_process(), small_images(pictures)
+    allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run")
+    (pictures / "dark").rename(pictures / "a dark one")
+    with pytest.raises(CheckpointError, match=r"`classes` .* differs from the checkpoint's"):
+        allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run", resume=True)
 
 
 def test_images_unreadable_picture_is_a_sample_without_loss(pictures: Path) -> None:
