@@ -26,6 +26,7 @@ from allstep.data.fetch import (
 )
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import preserved_random_state
+from allstep.errors import check_type
 
 _NUM_SAMPLES = 2
 _CURE = "Give all workers the same data set, in the same order, and the same arguments."
@@ -39,9 +40,11 @@ def check_same_arguments(
     The length of a stream is not compared.
 
     Raises:
+        UsageError: if `comm` is something else.
         DisagreementError: if they don't; the message names the arguments that differ, their values
             and the ranks.
     """
+    check_type("comm", comm, Communicator, "that of `allstep.init()`")
     if comm.size > 1:
         length = len(dataset) if is_map_style(dataset) else "not known"  # type: ignore[arg-type]
         details = [("len(dataset)", length), *((name, repr(x)) for name, x in arguments.items())]

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from allstep.comm import Communicator
 from allstep.comm.announced import AnnouncedCalls
 from allstep.comm.wire import SingleProcessWire
 
 
-@dataclass(frozen=True)
-class Seat:
+class Seat(Communicator):
     """A worker's place: all that a loader of a map-style set asks of a communicator."""
 
-    rank: int
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.announced = AnnouncedCalls(SingleProcessWire(timeout_s=1.0))
+        self.messages = Echo(size)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The messages of workers who all have the same to say."""
+
     size: int
 
-    @property
-    def announced(self) -> AnnouncedCalls:
-        return AnnouncedCalls(SingleProcessWire(timeout_s=1.0))
-
-    @property
-    def messages(self) -> "Seat":
-        return self
-
     def all_gather(self, body: bytes, verb: str, *, compares: bool) -> list[bytes]:
-        """The others have the same to say."""
         return [body] * self.size
 
 

@@ -367,6 +367,7 @@ def test_plain_loop_refuses_unequal_shares(
         ({"multiprocessing_context": "spawn"}, r"`multiprocessing_context` \(='spawn'\) needs"),
         ({"stream": "split"}, r"`stream` \(='split'\): .*`replicated`"),
         ({"seed": 0.5}, r"`seed` \(=0\.5\) must be a whole number"),
+        ({"comm": Augmented(4)}, r"`comm` \(a Augmented\) must be a Communicator"),
         ({"dataset": []}, r"`dataset` is empty"),
         ({"dataset": iter([1])}, r"`dataset` \(a list_iterator\) has no `__len__`"),
         ({"shares": None}, r"`shares` \(=None\) must be 'equal', 'measured' or numbers"),
