@@ -378,6 +378,7 @@ class Exchange(ABC):
         finally:
             self.batch.end()
             self._end_global_batch()
+        self.batch.unfinished = None
         self.awaits_update = True
         self._parts.note_global()
 

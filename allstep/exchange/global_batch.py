@@ -34,6 +34,8 @@ class BatchSum:
 
     Attributes:
         step: number of the current global batch; None outside of one.
+        unfinished: number of a global batch that was left before its end, while `steps` waits for
+            the update; else None.
         weighing: the weights of this worker's losses.
         is_left_out: whether a global batch of other models is running.
     """
@@ -43,12 +45,13 @@ class BatchSum:
         self._samples = ""
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self.step: int | None = None
+        self.unfinished: int | None = None
         self.weighing = Weighing.of_means()
         self.is_left_out = False
 
     def begin(self, step: int, samples: str, sum_factor: float) -> None:
         """Begins a global batch; see `Exchange.global_batch`."""
-        self.step, self._samples = step, samples
+        self.step, self.unfinished, self._samples = step, step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
 
     def end(self) -> None:

@@ -211,6 +211,12 @@ def _refuse_early(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
                 f" {exchange.batch.step}'s micro-batches, whose gradient is whole only when the"
                 " loop has ended. Call it after that loop, `zero_grad()` too."
             )
+        if exchange.batch.unfinished is not None:
+            raise UsageError(
+                f"`{_kind(optimizer)}.step()` was called after the loop over global batch"
+                f" {exchange.batch.unfinished} was left before its last micro-batch, so that its"
+                " gradients were never exchanged. Iterate it to the end."
+            )
 
 
 def _with_compared_closure(

@@ -263,7 +263,17 @@ class Batch:
         those that the workers of a chain's parts were given. For arrays that are divided in windows
         it is the loss of the windows at this worker's place in the grid. Call it after the loop
         over the batch, on every worker.
+
+        Raises:
+            UsageError: inside the loop over the batch, of which workers have different numbers of
+                micro-batches.
         """
+        if self.micro_batch is not None:
+            raise UsageError(
+                f"`global_loss` was called in the loop over global batch {self.step}'s"
+                " micro-batches, of which workers have different numbers. Call it when that loop"
+                " has ended, on every worker."
+            )
         sums = self._sums
         if sums is None:
             sums = self._exchanges[0].comm.all_reduce(self._losses.local_sums(self._device))

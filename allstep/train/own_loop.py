@@ -220,7 +220,7 @@ def _steps(
                     break
             finally:
                 for exchange in exchanges:
-                    exchange.awaits_update = False
+                    exchange.awaits_update, exchange.batch.unfinished = False, None
     for exchange in exchanges:
         if elastic is None:
             exchange.sync_buffers()

@@ -604,6 +604,41 @@ def test_global_loss_is_that_of_the_whole_batch(size: int) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_global_loss_belongs_behind_the_loop_over_the_batch() -> None:
+    """Also with one worker: several would wait for each other with unlike numbers of calls."""
+    model = make_model()
+    comm = Communicator.single_process()
+    for batch in allstep.steps(make_loader(comm), allstep.attach(model, comm)):
+        for x, y in batch:
+            batch.backward(loss_of(model, x, y))
+            with pytest.raises(UsageError, match=r"`global_loss` was called in the loop over"):
+                batch.global_loss()
+        batch.global_loss()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_update_after_a_batch_that_was_left(size: int) -> None:
+    """The loop over `steps`, left too, would never say that each worker has another gradient."""
+
+    def worker(comm: Communicator) -> bool:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.weight.detach().clone()
+        for batch in allstep.steps(make_loader(comm), allstep.attach(model, comm)):
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+                break
+            with pytest.raises(UsageError, match=r"SGD.step\(\)` was called after the loop over"):
+                optimizer.step()
+            break
+        is_as_before = torch.equal(model.weight, before)
+        optimizer.zero_grad()
+        optimizer.step()  # outside of `steps` it may
+        return is_as_before
+
+    assert run_ranks(size, worker) == size * [True]
+
+
 def test_a_loss_may_have_dims() -> None:
     model = make_model()
     exchange = allstep.attach(model, Communicator.single_process())
