@@ -79,6 +79,8 @@ class GlobalBatchLoader(ABC):
         seed: seed of all random states.
         step: number of global batches yielded so far, over all epochs.
         shares: assignment of micro-batches to workers.
+        kept_by: the argument of `steps` that keeps the position, "checkpoint" or "elastic", in the
+            loop over its epochs; else "".
     """
 
     def __init__(self, comm: Communicator, options: BatchingOptions) -> None:
@@ -88,6 +90,7 @@ class GlobalBatchLoader(ABC):
         self.seed = int(options.seed)
         self.step = 0
         self.shares = options.shares
+        self.kept_by = ""
         self._drop_last = options.drop_last
         self._processes = options.processes
         self._items: Items | None = None  # open while samples are being read

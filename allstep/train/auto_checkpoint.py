@@ -160,7 +160,7 @@ class AutoCheckpoint:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        with preserved_random_state(self._comm.device):
+        with preserved_random_state(self._comm.device), self._state.kept_by("checkpoint"):
             while self._epoch < num_epochs and self.interrupted is None:
                 self._state.seed_epoch(self._epoch)
                 yield self._epoch

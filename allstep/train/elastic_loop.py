@@ -205,7 +205,8 @@ class Elastic:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        with preserved_random_state(self._state.comm.device):
+        device = self._state.comm.device
+        with preserved_random_state(device), self._state.kept_by("elastic"):
             while self.interrupted is None:
                 epoch = self._loader.epoch - self._was_over
                 if epoch >= num_epochs:

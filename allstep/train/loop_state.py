@@ -1,7 +1,8 @@
 """The state of a user's own loop: its models, its position in the data, and objects it names."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -76,6 +77,15 @@ class LoopState:
                 f"`{name}` was made for another loader or other exchanges; give `steps` the same as"
                 f" `{_MADE_BY[name]}`."
             )
+
+    @contextmanager
+    def kept_by(self, name: str) -> Iterator[None]:
+        """Encloses the epochs, in which `steps` of this loader needs the argument `name`."""
+        self.loader.kept_by = name
+        try:
+            yield
+        finally:
+            self.loader.kept_by = ""
 
     def options(self) -> dict[str, Any]:
         """Options that must be the same when the state is loaded."""

@@ -76,9 +76,9 @@ def steps(
         UsageError: if an exchange is missing or something else is given, if the loader has no
             global batches, if a pipeline can't take the loader's micro-batches, or is elastic, if
             a model on several workers has a `SyncBatchNorm`, if `checkpoint` or `elastic` is not
-            entered, not in `epochs`, or was made for another loader or exchange, if `elastic` is
-            given with `replay` or `checkpoint`, or if there are several exchanges and a model has
-            experts on several workers.
+            entered, not in `epochs`, or was made for another loader or exchange, if it is missing
+            in its `epochs`, if `elastic` is given with `replay` or `checkpoint`, or if there are
+            several exchanges and a model has experts on several workers.
 
     Example:
         >>> import torch, allstep
@@ -102,6 +102,12 @@ def steps(
         raise UsageError(
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
             " make it with `allstep.data.loader`."
+        )
+    kept_by = getattr(loader, "kept_by", "")
+    if kept_by and checkpoint is None and elastic is None:
+        raise UsageError(
+            f"`steps` is in a loop over `{kept_by}.epochs` and was not given `{kept_by}`, which"
+            f" would not hear of its steps: write `steps(loader, ..., {kept_by}={kept_by})`."
         )
     for exchange in exchanges:
         _refuse_synchronized_norms(exchange)

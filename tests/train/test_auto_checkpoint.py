@@ -732,6 +732,16 @@ def test_a_loader_of_torch_is_refused(tmp_path: Path) -> None:
         parts.checkpoint(tmp_path)
 
 
+def test_steps_in_epochs_take_the_checkpoint(tmp_path: Path) -> None:
+    parts = Parts(alone())
+    with parts.checkpoint(tmp_path) as checkpoint:
+        for _ in checkpoint.epochs(1):
+            with pytest.raises(UsageError, match=r"was not given `checkpoint`"):
+                allstep.steps(parts.loader, parts.exchange)
+            parts.steps(checkpoint)
+    allstep.steps(parts.loader, parts.exchange)
+
+
 def test_steps_belong_in_epochs_in_with(tmp_path: Path) -> None:
     parts, other = Parts(alone()), Parts(alone())
     checkpoint = parts.checkpoint(tmp_path)

@@ -844,6 +844,16 @@ def test_what_is_used_in_another_way() -> None:
         elastic.__enter__()
 
 
+def test_steps_in_epochs_take_the_elastic() -> None:
+    loader, exchange, state = lone()
+    with allstep.Elastic(loader, exchange, state=state) as elastic:
+        for _ in elastic.epochs(1):
+            with pytest.raises(UsageError, match=r"was not given `elastic`"):
+                allstep.steps(loader, exchange)
+            break
+    allstep.steps(loader, exchange)
+
+
 def test_a_second_loop_in_one_epoch() -> None:
     loader, exchange, state = lone()
     with allstep.Elastic(loader, exchange, state=state) as elastic:
