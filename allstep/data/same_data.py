@@ -63,8 +63,9 @@ def check_same_samples(
 ) -> None:
     """Checks that the first samples are the same on all workers. Collective.
 
-    A stream's samples can be read only once, so they aren't compared. Samples are read in a loader
-    process if there are any, as a data set may open files that only that process can use.
+    A stream's samples can be read only once: its loader compares them when it reads them. Others
+    are read in a loader process if there are any, as a data set may open files that only that
+    process can use.
 
     Args:
         comm: the workers.
@@ -159,7 +160,12 @@ class _Contents(Dataset[int]):
         if self._must_tell_epoch:
             begin_epoch(self.dataset, self.seed, 0)
             self._must_tell_epoch = False
-        return digest(_plain(fetch_sample(self.dataset, self.seed, 0, index)))
+        return content_of(fetch_sample(self.dataset, self.seed, 0, index))
+
+
+def content_of(sample: object) -> int:
+    """A hash of a sample's content."""
+    return digest(_plain(sample))
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ of a batch is started one batch ahead, so that no step waits for it.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from allstep.data.batches import BatchingOptions, GlobalBatch, GlobalBatchLoader
 from allstep.data.fetch import RANDOM_STATE_LOCK, Collate, begin_epoch, checked_collate
 from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.same_data import content_of
 from allstep.errors import UsageError
 
 _PROCESSES = 0x70726F63  # makes the seeds of loader processes differ from those of samples
@@ -35,10 +36,12 @@ class _Part(NamedTuple):
         num_samples: samples of this worker (sharded), or of the whole global batch (replicated).
         micro_batches: (index, number of samples, collated samples) for each of this worker's
             micro-batches.
+        content: hash of the global batch's first sample (replicated).
     """
 
     num_samples: int
     micro_batches: list[tuple[int, int, Any]]
+    content: int = 0
 
 
 class StreamLoader(GlobalBatchLoader):
@@ -183,8 +186,9 @@ class StreamLoader(GlobalBatchLoader):
             self.close()
             raise
         # With a replicated stream all numbers must be equal: check the largest and the smallest.
-        num = part.num_samples
-        counts = torch.tensor([num] if self._is_sharded else [num, -num])
+        told = [part.num_samples, part.content]
+        numbers = told[:1] if self._is_sharded else [*told, *(-number for number in told)]
+        counts = torch.tensor(numbers)
         return part, self.comm.all_reduce(
             counts, "sum" if self._is_sharded else "max", async_op=True
         )
@@ -203,15 +207,18 @@ class StreamLoader(GlobalBatchLoader):
         return items
 
     def _num_agreed(self, part: _Part, counts: Work[Tensor]) -> int:
-        largest, *negated_smallest = counts.wait().tolist()
-        if negated_smallest and largest != -negated_smallest[0]:
+        numbers = counts.wait().tolist()
+        if not self._is_sharded and numbers[:2] != [-number for number in numbers[2:]]:
             agree(
                 self.comm,
                 "read a stream",
-                [(f"samples of global batch {self.step}", part.num_samples)],
+                [
+                    (f"samples of global batch {self.step}", part.num_samples),
+                    (f"first sample of global batch {self.step}", f"content {part.content:07x}"),
+                ],
                 cure='Give all workers the same stream, or say `stream="sharded"`.',
             )
-        return int(largest)
+        return int(numbers[0])
 
     def _nothing_given(self, num_samples: int) -> UsageError:
         """The error for an epoch without a global batch."""
@@ -278,11 +285,14 @@ class _StreamParts(IterableDataset[_Part]):
         samples = islice(self._samples(), self.num_skipped, None)
         for number in count():
             is_mine = number % num_readers == reader
-            part = self._part(samples, range(self.num_slots), self.slots if is_mine else range(0))
-            if part.num_samples == 0:
+            first = list(islice(samples, 1))
+            if not first:
                 return
+            content = content_of(first) % (1 << 28)  # before another sample fills its memory
+            slots = self.slots if is_mine else range(0)
+            part = self._part(chain(first, samples), range(self.num_slots), slots)
             if is_mine:
-                yield part
+                yield part._replace(content=content)
 
     def _sharded(self, reader: int) -> Iterator[_Part]:
         num_wanted = len(self.slots) * self.micro_batch

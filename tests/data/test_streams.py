@@ -274,6 +274,17 @@ def test_what_a_collate_function_draws_is_the_same(num_workers: int) -> None:
     assert len(set(drawn)) == len(drawn)
 
 
+def test_replicated_streams_of_other_samples() -> None:
+    """As where each worker reads its part, and `stream="sharded"` was forgotten."""
+
+    def read(comm: Communicator) -> None:
+        contents(make_loader(comm, Stream(8, first=comm.rank)))
+
+    message = r"`first sample of global batch 0` is content \w+ on rank 0; content \w+ on rank 1\."
+    with pytest.raises(DisagreementError, match=message):
+        run_ranks(2, read)
+
+
 def test_replicated_streams_that_differ() -> None:
     def read(comm: Communicator) -> None:
         contents(make_loader(comm, Stream(20 + comm.rank)))
